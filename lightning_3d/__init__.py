@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_3d.app.training.router_log import RouterLog
     from lightning_3d.app.training.timeline import RunReport, Timeline
     from lightning_3d.app.verification.compare import verify
+    from lightning_3d.engine.engine import Engine
     from lightning_3d.layout.elastic import fitting_layout
     from lightning_3d.layout.layout import Layout
     from lightning_3d.models.parallel_plan import Cut
@@ -38,6 +39,7 @@ expect_hand_over()
 
 __all__ = [
     "Cut",
+    "Engine",
     "Evaluation",
     "ExponentialAverage",
     "Layout",
@@ -59,6 +61,7 @@ __all__ = [
 
 _HOMES = {
     "Cut": "lightning_3d.models.parallel_plan",
+    "Engine": "lightning_3d.engine.engine",
     "Evaluation": "lightning_3d.app.evaluation.callback",
     "ExponentialAverage": "lightning_3d.strategy.exponential_average",
     "Layout": "lightning_3d.layout",

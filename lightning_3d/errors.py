@@ -98,6 +98,10 @@ class OutOfMemory(Lightning3DError):
     exit_code = 1
 
 
+class CallOrderError(Lightning3DError):
+    """The methods of an `Engine` were called in an order that makes no optimizer step."""
+
+
 class ReplicaError(Lightning3DError):
     """Ranks that should hold the same weights or optimizer state do not. All ranks raise it at the
     same place."""

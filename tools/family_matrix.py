@@ -72,8 +72,8 @@ from family_training import (
 )
 from ranks import RankPool, RankTimeout
 
+from lightning_3d.engine.self_check.remembered import VERIFIED, family_of, versions
 from lightning_3d.options.own_model import MODES
-from lightning_3d.strategy.self_check.remembered import VERIFIED, family_of, versions
 
 LAYOUTS = ("tp2", "pp2", "tp2_pp2", "zero3", "ep2_dp2", "cp2")
 KINDS = (EXACT, REFUSED, WRONG, CRASH, HANG, NO_REFERENCE)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from family_configs import has_experts, is_held_out
 
-from lightning_3d.strategy.self_check.remembered import versions
+from lightning_3d.engine.self_check.remembered import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 TITLES = {

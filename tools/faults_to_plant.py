@@ -352,7 +352,7 @@ STEP = (
         "step-divided-by-its-last-batch",
         "With gradient accumulation the gradients are divided by the tokens of the last batch, not"
         " of all batches of the step.",
-        "strategy/step",
+        "engine/step",
         "scaled = scaled + self._accumulated[1]",
         "pass",
         ("strategy/test_accumulation.py", "strategy/test_short_batches.py"),
@@ -361,7 +361,7 @@ STEP = (
         "step-counts-further-targets",
         "The targets of multi-token prediction count in the weight of a micro-batch, as if the"
         " model itself had predicted them.",
-        "strategy/step/loss_weights.py",
+        "engine/step/loss_weights.py",
         "if further:\n            assert",
         "if further:\n            self._weights.count_tokens(tokens)\n            assert",
         ("training/test_multi_token.py::test_a_layout_trains_what_one_process_trains",),
@@ -370,7 +370,7 @@ STEP = (
         "step-weighted-by-rows",
         "Micro-batches weigh as many rows as they have, whatever the number of their target"
         " tokens.",
-        "strategy/step/loss_weights.py",
+        "engine/step/loss_weights.py",
         "self._weights.count_tokens(tokens)",
         "pass",
         ("strategy/test_short_batches.py",),
@@ -378,7 +378,7 @@ STEP = (
     Fault(
         "step-fillers-count",
         "Copies of a micro-batch that only fill up the schedule of a short batch are trained on.",
-        "strategy/step/runner.py",
+        "engine/step/runner.py",
         "weight = torch.zeros_like(weight)",
         "pass",
         ("strategy/test_short_batches.py",),
@@ -387,7 +387,7 @@ STEP = (
         "step-skip-looks-at-one",
         "A step is taken when either its loss or its gradient norm is finite, not only when both"
         " are.",
-        "strategy/nonfinite.py",
+        "engine/nonfinite.py",
         "isfinite(norm) and (",
         "isfinite(norm) or (",
         (
@@ -399,7 +399,7 @@ STEP = (
         "step-skip-on-device-by-norm-alone",
         "A fused optimizer skips a step by its gradient norm alone, so that the host stops a run"
         " that has changed weights.",
-        "strategy/built_model.py",
+        "engine/optimizer_step.py",
         "~(computed.finite & norm.isfinite())",
         "~norm.isfinite()",
         ("strategy/test_host_reads.py::test_the_device_looks_at_loss_and_norm",),
@@ -408,16 +408,16 @@ STEP = (
         "step-judged-by-its-last-batch",
         "With gradient accumulation only the loss of the last batch is judged: the host goes on"
         " with a step that the device has skipped.",
-        "strategy/built_model.py",
-        "[*self._earlier, computed], []",
-        "[computed], []",
+        "engine/optimizer_step.py",
+        "for batch in self._batches:\n            loss",
+        "for batch in self._batches[-1:]:\n            loss",
         ("strategy/test_host_reads.py::test_the_device_looks_at_loss_and_norm",),
     ),
     Fault(
         "step-mask-written-but-remembered",
         "The host answers a question about a mask from the copy of the batch after the step has"
         " written to the mask: padding counts.",
-        "strategy/step/known_values.py",
+        "engine/step/known_values.py",
         "known.values if known.writes == tensor._version else None",
         "known.values",
         ("strategy/test_known_values.py::test_what_has_changed_is_read",),
@@ -526,7 +526,7 @@ AROUND_TRAINING = (
         "self-check-without-gradients",
         "The self-check compares outputs only: a plan that forgets a partial gradient trains in"
         " silence.",
-        "strategy/self_check/check.py",
+        "engine/self_check/check.py",
         "for found in (outputs, gradients)",
         "for found in (outputs,)",
         (
@@ -538,7 +538,7 @@ AROUND_TRAINING = (
         "self-check-without-modules-ahead",
         "The self-check leaves out the modules of multi-token prediction: what a layout changes in"
         " them alone is trained in silence.",
-        "strategy/self_check/check.py",
+        "engine/self_check/check.py",
         "copied.returns_mtp_logits = True",
         "copied.returns_mtp_logits = False",
         ("training/test_multi_token.py::test_the_self_check_compares_the_modules",),

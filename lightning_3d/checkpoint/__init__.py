@@ -7,8 +7,8 @@ this module. Below it:
   it is complete.
 - `writing`, `reading`, `slices`, `torch_archive`: every rank writes and reads only its shards.
   `hashes` finds damage.
-- `background_save`: saves that may take long or hang, from copies in host memory. `rank_agreement`:
-  errors on all ranks. `space`: disk.
+- `background_save`: saves that may take long or hang, from copies in `host_buffers`.
+  `rank_agreement`: errors on all ranks.
 - `state`, `parameter_groups`, `rng_state`, `json_state`: what a checkpoint contains.
 - `huggingface` and `peft` export; `conversion` imports.
 """

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -109,16 +109,13 @@ def export(
             None,
         )
         folder = averaged(inside)
-    model = adapted = build_on_meta(described["class"], described["config"])
-    if described.get("mtp_layers"):
-        with torch.device("meta"):
-            predict_ahead(model, described["mtp_layers"])
+    model = adapted = meta_model(described)
     adapters: Mapping[str, Any] = described.get("adapters") or {}
     if adapters:
         adapted = build_on_meta(described["class"], described["config"])
         inject(adapted, adapters)
     tensors = MergedFolder(folder, prefix, adapted, model, adapters) if merge else folder
-    source = _ExportSource(tensors, prefix, model, dtype, path) if merge or not adapters else None
+    source = StoredForm(tensors, prefix, model, dtype, path) if merge or not adapters else None
     temporary = output.with_name(f".{output.name}.exporting")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -171,8 +168,23 @@ def _choose(
     return name, models[name]
 
 
-class _ExportSource:
-    """Tensors that Transformers would save, converted one at a time from the checkpoint.
+class Tensors(Protocol):
+    """Whole tensors by name, of a checkpoint or of the ranks of a run."""
+
+    def names(self, prefix: str) -> dict[str, tuple[int, ...]]: ...
+    def dtype(self, name: str) -> torch.dtype: ...
+    def read(self, name: str) -> Tensor: ...
+
+
+class StoredForm:
+    """Tensors that Transformers would save, converted one at a time.
+
+    Args:
+        folder: tensors as the model has them.
+        prefix: prefix of their names there.
+        model: the model, on meta.
+        dtype: type of the floating-point ones; None keeps theirs.
+        path: place of the tensors, for messages.
 
     Attributes:
         tensors: shape and dtype of each tensor, in order.
@@ -180,12 +192,7 @@ class _ExportSource:
     """
 
     def __init__(
-        self,
-        folder: TensorFolder | MergedFolder,
-        prefix: str,
-        model: Any,
-        dtype: torch.dtype | None,
-        path: Place,
+        self, folder: Tensors, prefix: str, model: Any, dtype: torch.dtype | None, path: object
     ) -> None:
         self._folder, self._prefix, self._model, self._dtype = folder, prefix, model, dtype
         shapes = folder.names(prefix)
@@ -227,6 +234,16 @@ class _ExportSource:
             and not keeps_float32(self._model, name)
         )
         return self._dtype if convert and self._dtype is not None else stored
+
+
+def meta_model(described: Mapping[str, Any]) -> Any:
+    """Build a model that `describe_models` has described on the meta device, without its
+    adapters."""
+    model = build_on_meta(described["class"], described["config"])
+    if described.get("mtp_layers"):
+        with torch.device("meta"):
+            predict_ahead(model, described["mtp_layers"])
+    return model
 
 
 def _untied(model: nn.Module) -> dict[str, Tensor]:
@@ -277,7 +294,7 @@ def _groups(
     return groups, tensors
 
 
-def _write_weights(source: _ExportSource, folder: Path, max_shard_size: str) -> dict[str, str]:
+def _write_weights(source: StoredForm, folder: Path, max_shard_size: str) -> dict[str, str]:
     """Write the files, and the index where there are several. Returns the file of each tensor."""
     try:
         split = split_torch_state_dict_into_shards(source.tensors, max_shard_size=max_shard_size)

@@ -557,7 +557,7 @@ def watching_world_collectives(report: Callable[[str], None]) -> Iterator[None]:
             for _ in range(0 if ours else 3):
                 frame = frame and frame.f_back
                 # which calls the user's step
-                if is_inside(frame, "lightning_3d.strategy.step.runner"):
+                if is_inside(frame, "lightning_3d.engine.step.runner"):
                     break
                 ours = ours or is_inside(frame, "lightning_3d.")
             if not ours and not name.startswith(("get_", "_")):

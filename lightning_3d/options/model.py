@@ -51,7 +51,7 @@ class ModelArguments(OptionGroup):
 
 @dataclass(frozen=True)
 class ModelOptions(ModelArguments):
-    """Options that rewriting a model reads.
+    """Options that `engine.assembly` reads.
 
     Attributes:
         schedule: name of the pipeline schedule.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import Field, field, fields
 from textwrap import fill
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_type_hints
@@ -130,7 +130,7 @@ def accept(
     def decorate(init: Callable[[Owner, Group], None]) -> Callable[Concatenate[Owner, P], None]:
         def __init__(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> None:
             first()
-            _refuse_unknown(type(self).__name__, kwargs, group)
+            refuse_unknown(type(self).__name__, kwargs, [entry.name for entry in options_of(group)])
             init(self, kind(*args, **kwargs))
 
         hints = {
@@ -151,8 +151,12 @@ def accept(
     return decorate
 
 
-def _refuse_unknown(owner: str, given: Mapping[str, Any], group: type) -> None:
-    known = [entry.name for entry in options_of(group)]
+def refuse_unknown(owner: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse the name of an option that there is not, with the nearest one.
+
+    Raises:
+        ConfigError: with all names.
+    """
     for name in given:
         if name not in known:
             raise ConfigError(

@@ -34,7 +34,6 @@ from lightning_3d.checkpoint import (
     take_groups,
 )
 from lightning_3d.checkpoint.outcome import SaveOutcome
-from lightning_3d.checkpoint.space import require_space
 from lightning_3d.compat.lightning import finished_requeue
 from lightning_3d.compat.lightning_data import (
     correct_epoch,
@@ -47,19 +46,20 @@ from lightning_3d.compat.lightning_data import (
 from lightning_3d.compat.lightning_fetchers import Position
 from lightning_3d.compat.lightning_signals import name_end
 from lightning_3d.compat.transformers import describe_models
+from lightning_3d.engine.built_model import BuiltModel
+from lightning_3d.engine.data_order import orders_in, resumed_orders
+from lightning_3d.engine.nonfinite import StepGuard, require_finite_weights, trained_weights
+from lightning_3d.engine.not_ready import BUILT, require
+from lightning_3d.engine.replica_check import ReplicaCheck, agrees
 from lightning_3d.errors import ConfigError, NonFiniteError
 from lightning_3d.options.reliability import IGNORE
 from lightning_3d.ranks.failure import ending_signal
 from lightning_3d.ranks.heartbeat import SAVING
 from lightning_3d.storage.checkpoint_names import AVERAGE_DECAY
-from lightning_3d.strategy.built_model import BuiltModel
-from lightning_3d.strategy.data_order import orders_in, resumed_orders
+from lightning_3d.strategy.checkpoint_space import require_space
 from lightning_3d.strategy.exponential_average import average_of
 from lightning_3d.strategy.lightning_callbacks import averages, restore_average, without_average
-from lightning_3d.strategy.nonfinite import StepGuard, require_finite_weights, trained_weights
-from lightning_3d.strategy.not_ready import BUILT, require
 from lightning_3d.strategy.rank_hooks import RankHooks
-from lightning_3d.strategy.replica_check import ReplicaCheck, agrees
 from lightning_3d.strategy.streams import LOADERS, own_position, share_positions
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lightning_3d.compat.memory_errors import is_out_of_memory
+from lightning_3d.engine.own_code import Line, lines_of, own_line
 from lightning_3d.errors import FirstStepError, Lightning3DError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.ranks.failure import cause_of, is_lost_peer
-from lightning_3d.strategy.own_code import Line, lines_of, own_line
 
 if TYPE_CHECKING:
-    from lightning_3d.strategy.built_model import BuiltModel
+    from lightning_3d.engine.built_model import BuiltModel
 
 TRACEBACK_VARIABLE = "LIGHTNING_3D_TRACEBACK"
 """Environment variable that adds the traceback to a message that has none."""

@@ -19,15 +19,15 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_3d.compat.lightning import hooks_of_user, replacing_grad_norm
 from lightning_3d.compat.torch import replacing_total_norm
+from lightning_3d.engine.step.elementwise import RANDOM, base_name, is_elementwise
+from lightning_3d.engine.step.outside_reads import is_blank
 from lightning_3d.errors import ConfigError
 from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.partial_tensors import OF_THE_PART, OF_THE_WHOLE, changes_in_place
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.parallel.zero import DataParallelBackend
-from lightning_3d.strategy.step.elementwise import RANDOM, base_name, is_elementwise
-from lightning_3d.strategy.step.hook_reads import gathered_in_hook
-from lightning_3d.strategy.step.outside_reads import is_blank
+from lightning_3d.strategy.hook_reads import gathered_in_hook
 
 WATCHED = (
     "on_before_backward",
@@ -393,7 +393,7 @@ def _caller() -> Any:
 
 def _runs_step(frame: Any) -> bool:
     while frame is not None:
-        if frame.f_globals.get("__name__", "") == "lightning_3d.strategy.step.runner":
+        if frame.f_globals.get("__name__", "") == "lightning_3d.engine.step.runner":
             return True
         frame = frame.f_back
     return False

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_3d.compat.lightning_summary import Sizes, summarize_whole
 
 if TYPE_CHECKING:
-    from lightning_3d.strategy.built_model import BuiltModel
+    from lightning_3d.engine.built_model import BuiltModel
 
 
 def show_whole_model(trainer: pl.Trainer) -> None:

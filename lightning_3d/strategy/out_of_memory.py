@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from lightning_3d.compat.memory_errors import bytes_asked, is_out_of_memory, write_gpu_memory
+from lightning_3d.engine.own_code import own_line
 from lightning_3d.errors import OutOfMemory
 from lightning_3d.ranks.memory_kills import MEMORY_RAN_OUT
 from lightning_3d.storage.numbers import gibibytes
-from lightning_3d.strategy.own_code import own_line
 
 if TYPE_CHECKING:
-    from lightning_3d.strategy.built_model import BuiltModel
+    from lightning_3d.engine.built_model import BuiltModel
 
 _MOST_NAMED = 5
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.compat.lightning_data import seed_workers
+from lightning_3d.engine.local_model import Partition
+from lightning_3d.engine.not_ready import ATTACHED, CONNECTED, require
 from lightning_3d.health.processes import Process
 from lightning_3d.health.time_limits import seconds_allowed
 from lightning_3d.health.watchdog import Watchdog
@@ -31,8 +33,6 @@ from lightning_3d.ranks.output import survive_output
 from lightning_3d.ranks.process_ties import tie_workers
 from lightning_3d.ranks.reporter import FailureReporter
 from lightning_3d.strategy.endings import Ending
-from lightning_3d.strategy.local_model import Partition
-from lightning_3d.strategy.not_ready import ATTACHED, CONNECTED, require
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

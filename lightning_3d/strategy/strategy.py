@@ -1,8 +1,8 @@
 """Lightning3DStrategy: trains an unmodified LightningModule over tensor, pipeline and data-parallel
 ranks.
 
-Every hook is a few lines that delegate. When `setup` begins, `build` makes a `BuiltModel`. This
-runs the user's step over micro-batches (`step`) and owns gradients and optimizer (`zero`).
+Every hook is a few lines that delegate. When `setup` begins, `build` makes a `BuiltModel`. An
+`OptimizerStep` runs the user's step with it over micro-batches, and then the optimizer.
 `rank_hooks` and `checkpoint_hooks` have the hooks about ranks and checkpoints.
 """
 
@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,24 @@ from typing_extensions import override
 from lightning_3d.checkpoint import CheckpointStore, name_groups
 from lightning_3d.compat.flight_recorder import record_collectives
 from lightning_3d.compat.lightning import (
-    complete_outputs,
+    around_hooks,
     find_last_at_urls,
-    has_hooks_before_optimizer,
-    has_outputs,
     hush_tree_warning,
-    logging_in_training_step,
-    run_after_closure,
 )
 from lightning_3d.compat.lightning_data import keep_sample_order
 from lightning_3d.compat.lightning_fetchers import join_fetchers
 from lightning_3d.compat.lightning_launch import connect_process_group, subprocess_launcher
 from lightning_3d.compat.lightning_signals import obey_interrupt_alone, obey_signals_together
 from lightning_3d.compat.waits import count_waits
+from lightning_3d.engine.build import BuildOptions, ModelSources, Surroundings, build
+from lightning_3d.engine.data_order import reset_unequal_generators, sampler_maker
+from lightning_3d.engine.float8 import require_fp8
+from lightning_3d.engine.local_model import LocalModel, Partition
+from lightning_3d.engine.nonfinite import StepGuard
+from lightning_3d.engine.not_ready import ATTACHED, BUILT, require
+from lightning_3d.engine.replica_check import ReplicaCheck
+from lightning_3d.engine.step import StepResult
+from lightning_3d.engine.step.tracer import StepTracer
 from lightning_3d.health.held_memory import wait_for_memory
 from lightning_3d.health.loss_spikes import LossSpikes
 from lightning_3d.layout.elastic import whole_dp
@@ -59,23 +65,18 @@ from lightning_3d.ranks.heartbeat import BETWEEN, EVALUATING, STEP, Heartbeat
 from lightning_3d.ranks.loopback import GlooInterface
 from lightning_3d.ranks.reporter import show_refusals_plainly
 from lightning_3d.strategy.arguments import StrategyOptions
-from lightning_3d.strategy.build import BuildOptions, ModelSources, Surroundings, build
 from lightning_3d.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_3d.strategy.cpu_threads import agree_on_cpu_threads
-from lightning_3d.strategy.data_order import reset_unequal_generators, sampler_maker
 from lightning_3d.strategy.endings import Ending
 from lightning_3d.strategy.exponential_average import average_of
 from lightning_3d.strategy.first_step import FirstStep
-from lightning_3d.strategy.float8 import require_fp8
+from lightning_3d.strategy.hook_reads import HookReads
 from lightning_3d.strategy.lightning_callbacks import (
     defer_averaging,
     forget_deferred,
     set_up_callbacks,
 )
-from lightning_3d.strategy.local_model import LocalModel, Partition
 from lightning_3d.strategy.model_summary import show_whole_model
-from lightning_3d.strategy.nonfinite import StepGuard
-from lightning_3d.strategy.not_ready import ATTACHED, require
 from lightning_3d.strategy.out_of_memory import explain
 from lightning_3d.strategy.pace import Pace
 from lightning_3d.strategy.refusals import (
@@ -85,12 +86,11 @@ from lightning_3d.strategy.refusals import (
     refuse_surroundings,
     refuse_unsupported,
 )
-from lightning_3d.strategy.replica_check import ReplicaCheck
 from lightning_3d.strategy.role_arguments import suit_role
-from lightning_3d.strategy.step import StepResult
-from lightning_3d.strategy.step.tracer import StepTracer
 from lightning_3d.strategy.streams import end_together
 from lightning_3d.strategy.surviving_loggers import survive_loggers
+from lightning_3d.strategy.trainer_loop import TrainerLoop, step_context
+from lightning_3d.strategy.trainer_steps import TrainerSteps
 from lightning_3d.weights.initialize import initialize
 
 
@@ -101,8 +101,73 @@ class Lightning3DStrategy(CheckpointHooks):
     The user's module needs no change. Its model is a Transformers causal LM, or any module with a
     parallel plan; its steps run once per micro-batch and stage.
 
-    Its arguments are the options of `StrategyOptions`; `help(Lightning3DStrategy.__init__)` lists
-    them.
+    Args:
+        layout: name such as "tp2_pp2_dp2", or a `Layout`. None: data parallelism over all ranks.
+            `lightning_3d.planned` can choose it.
+        micro_batch_size: rows of a micro-batch. None: the whole batch of a rank, split only if the
+            schedule needs several micro-batches.
+        schedule: name of a schedule of torch.distributed.pipelining without "Schedule", any case:
+            "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
+            "ZBVZeroBubble", "DualPipeV". None: 1F1B, or Interleaved1F1B when vp > 1.
+        vp: stages per pipeline rank. None: the vp of the layout, or the default of the schedule.
+        stages: number of blocks of each pipeline stage, in the order of the stages, such as [18,
+            21, 21, 20]. None: balanced by FLOPs and parameters.
+        zero_stage: what data-parallel ranks shard. 0: nothing (DeepSpeed is not used), 1: optimizer
+            state (by DeepSpeed), 2: also gradients, 3: also parameters.
+        zero_reduce, zero_gather, zero_reduce_scatter, zero_offload: when and how gradients are
+            reduced and parameters gathered, and what is kept in host memory, see `ZeroOptions`.
+        zero_shard_size: number of neighbouring data-parallel ranks that shard, such as those of a
+            node; a divisor of dp, such that ep divides zero_shard_size * tp * cp. The groups of so
+            many ranks hold replicas. None: all data-parallel ranks shard.
+        zero_overlap_gather: whether the next forward begins while the parameters of a step are
+            still gathered, with zero_stage 1 or 2.
+        cp_kind: how context-parallel ranks attend to each other's tokens, "ring" or "ulysses", see
+            `parallel.context`.
+        recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel:
+        what happens around the forward of
+            the model's blocks, see `BlockOptions`.
+        loss_chunks: n computes the loss that a causal LM of Transformers computes from labels with
+            1/n of the memory of its logits; "auto": 8, or fewer where the logits are small.
+        label_smoothing, z_loss: terms of that loss in training, see `LossOptions`.
+        loss_reduction: what the loss of a step is: "mean" (over its rows or target tokens), "sum"
+            (over its rows), or "accumulate", which takes the mean over micro-batches of any loss.
+            None: a mean, and where a batch is split the first step of a fit proves it.
+        fp8: whether linear layers of the model's blocks multiply in float8, see `engine.float8`;
+            needs Trainer(precision="bf16-true").
+        moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: how the load of experts is
+            balanced, see `ExpertOptions`.
+        moe_node_size: how tokens travel to their experts, see `ExpertOptions`.
+        checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous,
+        checkpoint_timeout_seconds: how checkpoints are loaded and
+            saved, see `CheckpointOptions`.
+        checkpoint_check_space: whether to refuse a fit before its first step when the checkpoints
+            of its callbacks do not fit on the local disk.
+        order: rank order, innermost axis first. None: ("tp", "cp", "pp", "dp").
+        plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module:
+            (inputs, outputs)}}. "auto" derives it from the flow of data through the model, and
+            trains only if the self-check passes.
+        self_check: when to compare the rewritten model with the whole one before its first forward
+            (with tp, pp, cp or ep above 1). "auto": unless this combination of model, plan, layout
+            and versions has passed before; "always"; "never". See docs/your_model.md.
+        elastic: name of the layout with all ranks, if `layout` is the smaller one of an elastic run
+            (`lightning_3d.fitting_layout`). Micro- batches then have the rows and random numbers
+            that they have with all ranks. Needs `micro_batch_size`.
+        pipeline_module: name of the submodule to parallelize, if several have a plan.
+        split_batch: function (batch, n) -> n micro-batches, for batches that cannot be split along
+            dimension 0.
+        trace_every_n_steps: trace every n-th optimizer step; `last_step.trace` then records what
+            each rank did when, and what it held in memory. None: only steps requested with
+            `trace_next_step()`.
+        nonfinite: what to do when the loss or the gradient norm of a step is not finite. "stop"
+            raises `NonFiniteError` on all ranks before the optimizer steps, "skip" skips the
+            optimizer step, "ignore" steps anyway.
+        seed: seed of weights initialized from the meta device and of dropout. None: the seed of
+            `seed_everything`, or 0.
+        timeout: timeout of collectives. None: 30 minutes.
+        reliability: what watches over the run between checkpoints, a `Reliability` or a mapping of
+            its attributes, such as {"hang_timeout": 300}.
+
+    Attributes:
 
     Raises:
         LayoutError, PlanError, ConfigError, DataError: the message says what is wrong and what
@@ -153,6 +218,7 @@ class Lightning3DStrategy(CheckpointHooks):
     """True where tensors have no values (a dry run)."""
 
     _pace: Pace | None = None
+    _made_steps: TrainerSteps | None = None
 
     _materialize = staticmethod(initialize)
     """Gives parameters their values."""
@@ -284,10 +350,13 @@ class Lightning3DStrategy(CheckpointHooks):
             trainer, end_together(self.mesh, predicts=predicts) if self.world_size > 1 else None
         )
         self._build()
-        self.built.begin_fit()
+        self._steps.begin_fit()
+        around_hooks(self._steps.around_hook)
         self._pace = self._make_pace()
         self._replicas = ReplicaCheck(
-            self.reliability.check_replicas_every_n_steps, self.root_device
+            self.reliability.check_replicas_every_n_steps,
+            self.root_device,
+            lambda: self._steps.hooks.names,
         )
         self.built.twice.begin_fit(self.reliability.rerun_every_n_steps)
         if fitting:
@@ -315,12 +384,24 @@ class Lightning3DStrategy(CheckpointHooks):
                 self._split_batch,
                 self.micro_batch_rows,
             )
-            how = self._shape_only, self._on_accelerator
             around = Surroundings(
-                self.precision_plugin, self._tracer, self.guard, self._materialize, *how
+                precision=str(self.precision_plugin.precision),
+                context=partial(step_context, self.precision_plugin),
+                loop=TrainerLoop(module),
+                tracer=self._tracer,
+                guard=self.guard,
+                materialize=self._materialize,
+                shape_only=self._shape_only,
+                equal_copies=self._on_accelerator,
+                reads=HookReads,
             )
             self._built = build(module, self.mesh, self.root_device, options, around)
+            self._made_steps = TrainerSteps(module, self._built, self.zero, self.precision_plugin)
         self.model_to_device()
+
+    @property
+    def _steps(self) -> TrainerSteps:
+        return require(self._made_steps, "a model", BUILT)
 
     def _make_pace(self) -> Pace | None:
         """Make what compares the pace of the ranks, unless nobody wants to know or there is one
@@ -348,8 +429,8 @@ class Lightning3DStrategy(CheckpointHooks):
         self.optimizers = [built.backend.prepare(built.module, self.optimizers[0])]
         # Gradients are made inside training_step, after this strategy zeroed them; Lightning would
         # wipe them between it and the step.
-        built.module.optimizer_zero_grad = _keep_gradients  # type: ignore[method-assign]
-        self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
+        self.user_module.optimizer_zero_grad = _keep_gradients  # type: ignore[method-assign]
+        self.precision_plugin.clip_gradients = self._steps.clip  # type: ignore[method-assign]
 
     @override
     def model_to_device(self) -> None:
@@ -376,12 +457,14 @@ class Lightning3DStrategy(CheckpointHooks):
         step."""
         batch, *rest = (*args, *kwargs.values())
         built = self.built
-        step = built.module.trainer.global_step
+        step = built.loop.steps
         self.heartbeat.enter(STEP, step + 1)
-        self._last_step, outputs = built.train(batch, tuple(rest))
-        if not built.launches_first:
-            built.report()  # after last_step is set, which callbacks read when the run stops here
-        if not built.ends:  # further batches of the step follow
+        running, outputs = self._steps.add(batch, tuple(rest))
+        self._last_step = running.result
+        if not running.launches_first:
+            # after last_step is set, which callbacks read when the run stops here
+            running.publish()
+        if not running.has_all:  # further batches of the step follow
             self.heartbeat.enter(BETWEEN)
         elif self._replicas is not None:
             self._replicas.before_optimizer(built, step, self._store.outcome.saved)
@@ -429,7 +512,7 @@ class Lightning3DStrategy(CheckpointHooks):
     ) -> Tensor:
         """Call the precision plugin's hooks before and after the backward. The backward itself
         already ran inside `training_step`."""
-        with self.built.hooks.watching():
+        with self._steps.hooks.watching():
             closure_loss = self.precision_plugin.pre_backward(closure_loss, self.user_module)
             return self.precision_plugin.post_backward(closure_loss, self.user_module)
 
@@ -441,30 +524,12 @@ class Lightning3DStrategy(CheckpointHooks):
         model: pl.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        with self.built.reads.paused():  # a user's `optimizer_step` is a hook, too
+        with self._steps.reads.paused():  # a user's `optimizer_step` is a hook, too
             return self._optimizer_step(optimizer, closure)
 
     def _optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         built = self.built
-        # Hooks before the optimizer must not run in a step that is then skipped, and see the logged
-        # values of their own step.
-        built.defers = has_outputs(closure) and not has_hooks_before_optimizer(built.module.trainer)
-        try:
-            result = closure()  # runs training_step, which sets the step
-        finally:
-            built.defers = False
-        step = self._last_step
-        assert step is not None
-        if step.skipped:
-            built.skip_optimizer()
-        else:
-            with built.hooks.watching():
-                run_after_closure(self.precision_plugin, built.module, optimizer)
-            built.step_optimizer()
-            if built.launches_first:
-                with logging_in_training_step(built.module):
-                    complete_outputs(closure, built.report())
-            built.end_step(step)
+        result, step = self._steps.run(optimizer, closure)
         step.trace = self._tracer.finish(built.backend)
         if self._pace is not None:
             self._pace.after_step()
@@ -472,19 +537,6 @@ class Lightning3DStrategy(CheckpointHooks):
         self.heartbeat.end_step()
         self._first_step.end_step()
         return result
-
-    def _clip_gradients(
-        self,
-        optimizer: Optimizer,
-        clip_val: float | None = 0.0,
-        gradient_clip_algorithm: str | None = "norm",
-    ) -> None:
-        """Clip by the norm over all ranks, or by value."""
-        if clip_val and clip_val > 0:
-            self.built.clip(
-                float(clip_val),
-                str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)),
-            )
 
     # The end
 
@@ -537,6 +589,7 @@ class Lightning3DStrategy(CheckpointHooks):
             if average is not None and (self._ending is not Ending.ALONE or self.world_size == 1):
                 # a validation failed while the average was in the place of the weights
                 average.hide()
+            around_hooks(None)
             self._built.close(whole=self._ending is Ending.NORMAL)
         self._stop_watching()  # a rank that ends from here on is no failure any more
         self._interface.restore()

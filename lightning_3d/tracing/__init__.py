@@ -3,5 +3,5 @@ merged on rank 0.
 
 `recorder` measures times on each rank, `clocks` makes the times of several machines comparable, and
 `memory` counts bytes. `trace` is the result, which the report reads without torch.
-`strategy.step.tracer` decides which steps are traced, and collects the results.
+`engine.step.tracer` decides which steps are traced, and collects the results.
 """

@@ -28,9 +28,9 @@ from lightning_3d.app.runs.status import read_status
 from lightning_3d.checkpoint import folder
 from lightning_3d.checkpoint.hashes import HashedFile
 from lightning_3d.checkpoint.outcome import NotSaved
-from lightning_3d.checkpoint.space import checkpoint_bytes
 from lightning_3d.checkpoint.writing import TensorSave
 from lightning_3d.errors import CheckpointError, StorageHangs
+from lightning_3d.strategy.checkpoint_space import checkpoint_bytes
 
 DISK = 64 * 2**20
 FOUR = Cell(tp=2, dp=2, zero=1)

@@ -8,9 +8,9 @@ import pytest
 from command_line import Result, assert_refused, run_commands
 
 from lightning_3d.app.verification.plan_check import check_plan
+from lightning_3d.engine.plan_draft.inputs import Inputs
 from lightning_3d.errors import PlanError
 from lightning_3d.layout import Layout
-from lightning_3d.strategy.plan_draft.inputs import Inputs
 
 pytestmark = pytest.mark.slow
 

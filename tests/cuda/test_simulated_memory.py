@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_3d.app.training.module import CausalLM
 from lightning_3d.app.training.optimizers import make_optimizer
 from lightning_3d.app.training.parameter_groups import NamedGroup
-from lightning_3d.strategy.built_model import BuiltModel
+from lightning_3d.engine.built_model import BuiltModel
 
 COMMUNICATORS = {
     # world, tp, dp, tp+pp, pp+dp, and one for the messages of each direction
@@ -223,7 +223,7 @@ def waits_before_the_launch(recipe: Recipe, mask: str, **strategy: Any) -> int:
     def training_step(plan: Any, *args: Any) -> Any:
         begun[0] = total()
         outputs = train_batch(plan, *args)
-        if not plan.built.ends:
+        if not plan._steps.running.has_all:
             counted[-1] += total() - begun[0]
         return outputs
 

@@ -268,8 +268,8 @@ PURE = [
     ".layout.schedules",
     ".layout.balance",
     ".errors",
-    ".cli.dryrun",
-    ".cli.verify",
+    ".app.cli.dryrun",
+    ".app.cli.verify",
 ]
 
 

@@ -109,6 +109,41 @@ def test_own_trainer(tmp_path: Path) -> None:
     assert len(marked) == 2 and all("Lightning3DStrategy" in line for line in marked)
 
 
+@pytest.mark.slow
+def test_plain_loop(tmp_path: Path) -> None:
+    """Alone, and under torchrun: the same loss and as many parameters."""
+    shown = r"loss after 10 steps: (\d\.\d+), (\d+) parameters"
+    ((loss, parameters),) = re.findall(shown, run("plain_loop.py", tmp_path, "--steps", "10"))
+    arguments = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "4",
+        str(EXAMPLES / "plain_loop.py"),
+        "tp2_pp2",
+        "--steps",
+        "10",
+    ]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    ((other, counted),) = re.findall(shown, done.stdout)
+    assert float(other) == pytest.approx(float(loss), abs=2e-3) and counted == parameters
+
+
+@pytest.mark.slow
+def test_fabric_loop(tmp_path: Path) -> None:
+    (loss,) = re.findall(r"loss after 20 steps: (\d\.\d+)", run("fabric_loop.py", tmp_path))
+    assert float(loss) < 4.0
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["lightning_3d", "lightning_3d.Lightning3DStrategy"])
 def test_lightning_cli(name: str, tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from lightning_3d.app.runs.report.run import About, thinned, write_report
 from lightning_3d.app.runs.report.sweep import write_sweep_report
 from lightning_3d.app.runs.status import RunStatus
 from lightning_3d.app.training.timeline import what_is_counted
+from lightning_3d.engine.step.loss_weights import LossWeights, TokenMeanLoss
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
-from lightning_3d.strategy.step.loss_weights import LossWeights, TokenMeanLoss
 from lightning_3d.tracing.chrome import write_timeline
 from lightning_3d.tracing.trace import Event, Memory, RankTrace, StepTrace, work_of
 

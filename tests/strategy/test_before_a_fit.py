@@ -10,11 +10,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
 from lightning_3d.checkpoint.outcome import NotSaved
+from lightning_3d.engine.skipped_blocks import refuse_skipped_blocks
 from lightning_3d.errors import ConfigError, NonFiniteError
 from lightning_3d.layout import Layout
 from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.strategy.endings import Ending
-from lightning_3d.strategy.refusals import refuse_skipped_blocks
 
 
 @pytest.mark.parametrize(

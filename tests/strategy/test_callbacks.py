@@ -39,9 +39,9 @@ from reference import one_thread
 from sweeps import by_default
 from torch import Tensor, nn
 
+from lightning_3d.engine.model_size import ModelSize
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
-from lightning_3d.strategy.model_size import ModelSize
 from lightning_3d.weights.initialize import initialize
 
 GLOBAL_BATCH, STEPS_PER_EPOCH = 16, 4

@@ -17,16 +17,16 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lightning_3d.engine.plan_draft.draft import draft_plan
+from lightning_3d.engine.self_check import remembered
+from lightning_3d.engine.self_check.model_copy import kinds_of
+from lightning_3d.engine.self_check.remembered import identity, is_verified
 from lightning_3d.layout import Layout
 from lightning_3d.models.library_patches import replaced_functions
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
 from lightning_3d.parallel.context.token_trials import TokenTrials
 from lightning_3d.parallel.tensor.style_trials import fit_styles
 from lightning_3d.parallel.undone import undone
-from lightning_3d.strategy.plan_draft.draft import draft_plan
-from lightning_3d.strategy.self_check import remembered
-from lightning_3d.strategy.self_check.model_copy import kinds_of
-from lightning_3d.strategy.self_check.remembered import identity, is_verified
 
 LISTED = "torch 2.13.0, transformers 5.24.0"
 """Versions in verified.json."""

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_3d.checkpoint import load_full_state_dict
+from lightning_3d.engine.step.outside_reads import is_blank
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
-from lightning_3d.strategy.step.outside_reads import is_blank
 from lightning_3d.weights.initialize import initialize
 
 GLOBAL_BATCH, STEPS, DECAY = 16, 4, 0.8

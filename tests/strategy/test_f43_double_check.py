@@ -62,8 +62,8 @@ def train(
 ) -> tuple[str, list[str], int, dict[str, Tensor]]:
     """Fit on this rank. Returns the text of the error, the warnings, the steps taken and this
     rank's optimizer state."""
+    from lightning_3d.engine.step.again import RepeatableStep
     from lightning_3d.strategy import Lightning3DStrategy
-    from lightning_3d.strategy.step.again import RepeatableStep
 
     recipe = Recipe(model, 4, steps=steps, global_batch=BATCH)
     strategy = Lightning3DStrategy(
@@ -200,7 +200,7 @@ def test_f43_no_false_alarm_in_a_thousand_steps(layout: str, options: dict[str, 
 
 
 def test_gpus_without_deterministic_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_3d.strategy.double_check import DoubleCheck
+    from lightning_3d.engine.double_check import DoubleCheck
 
     parts: Any = None
     check = DoubleCheck(parts, parts, parts, torch.device("cuda"), layers=True)

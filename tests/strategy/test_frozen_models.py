@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from lightning_3d.checkpoint import load_full_state_dict
+from lightning_3d.engine.frozen_models import find_frozen_models
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.context.inputs import splits
-from lightning_3d.strategy.frozen_models import find_frozen_models
 
 SIZE = {
     "vocab_size": 67,

@@ -16,10 +16,10 @@ from ranks import run_ranks
 from reference import Recipe, data
 from sweeps import by_default
 
+from lightning_3d.engine.step import checks
+from lightning_3d.engine.step.checks import SameBatch
 from lightning_3d.layout import Layout
 from lightning_3d.strategy import Lightning3DStrategy
-from lightning_3d.strategy.step import checks
-from lightning_3d.strategy.step.checks import SameBatch
 
 STEPS = 5
 CHECKED = 3
@@ -219,7 +219,7 @@ def test_a_mixture_reads_once_for_each_layer() -> None:
 def test_an_optimizer_that_the_device_cannot_skip_waits() -> None:
     """For the numbers that decide whether it may step: loss and norm."""
     for reads, *_ in run_ranks(fit, 2, "dp2", fused=False):
-        assert all(len(names) == 3 for names in reads[CHECKED:])  # and for what the step logs
+        assert all(len(names) == 3 for names in reads[CHECKED:]), reads
 
 
 class Overflows(Logs):

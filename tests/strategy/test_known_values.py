@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.compat.torch import innermost_function_mode, storage_key
+from lightning_3d.engine.step.known_values import KnownValues
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.options.blocks import BlockOptions
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
-from lightning_3d.strategy.step.known_values import KnownValues
 
 CPU = torch.device("cpu")
 Change = Callable[[Batch], Any]

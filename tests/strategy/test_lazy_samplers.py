@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from lightning_3d.strategy.data_order import OneProcessOrder
+from lightning_3d.engine.data_order import OneProcessOrder
 
 ROWS, GLOBAL_BATCH, EPOCHS = 24, 8, 3
 

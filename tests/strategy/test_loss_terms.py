@@ -14,12 +14,12 @@ from sweeps import by_default
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_3d.engine.step import LossWeights, TokenMeanLoss
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.options.loss import LossOptions
 from lightning_3d.parallel.deferred_logits import deferred
 from lightning_3d.parallel.tensor.loss import summed_losses
 from lightning_3d.strategy import Lightning3DStrategy
-from lightning_3d.strategy.step import LossWeights, TokenMeanLoss
 
 BOTH = (("label_smoothing", 0.1), ("z_loss", 0.01))
 CHUNKED = (*BOTH, ("loss_chunks", 3))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_3d.engine.step.micro_batches import require_token_ids, require_whole_micro_batches
 from lightning_3d.errors import DataError
-from lightning_3d.strategy.step.micro_batches import require_token_ids, require_whole_micro_batches
 
 TEN = TensorDataset(torch.zeros(10, 3, dtype=torch.long))
 

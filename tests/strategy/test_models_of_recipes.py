@@ -10,8 +10,8 @@ from composed_configs import recipe
 from parity import assert_same_training
 from sweeps import by_default
 
+from lightning_3d.engine.plan_draft.draft import draft_plan
 from lightning_3d.models.parallel_plan import Cut
-from lightning_3d.strategy.plan_draft.draft import draft_plan
 
 ROUTERS = {"moe_aux_loss": 0.1}
 BIASES = {"moe_aux_loss": 0.1, "moe_bias_update": 0.01}

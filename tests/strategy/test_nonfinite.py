@@ -18,11 +18,11 @@ from saving import check_checkpoints
 from sweeps import by_default
 from torch import Tensor
 
+from lightning_3d.engine.nonfinite import Found, StepGuard
 from lightning_3d.errors import ConfigError, NonFiniteError
 from lightning_3d.layout import Layout
 from lightning_3d.options.options import Options
 from lightning_3d.ranks.failure import Failure
-from lightning_3d.strategy.nonfinite import Found, StepGuard
 
 BATCH, STEPS = 4, 4
 BAD = 1

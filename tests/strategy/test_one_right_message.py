@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import T5Config, T5ForConditionalGeneration
 
+from lightning_3d.engine.plan_draft import draft_plan
 from lightning_3d.errors import PlanError
 from lightning_3d.strategy import Lightning3DStrategy
-from lightning_3d.strategy.plan_draft import draft_plan
 
 
 class Translator(pl.LightningModule):

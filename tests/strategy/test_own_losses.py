@@ -15,8 +15,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from lightning_3d.engine.step.loss_weights import LossWeights, weigh_loss
 from lightning_3d.parallel.specialize import specialize
-from lightning_3d.strategy.step.loss_weights import LossWeights, weigh_loss
 
 SIZES = {
     "vocab_size": 11,

@@ -19,14 +19,14 @@ from ranks import run_ranks
 from torch import nn
 
 from lightning_3d import Cut, Lightning3DStrategy
+from lightning_3d.engine.plan_draft import Draft, auto, draft_plan
+from lightning_3d.engine.plan_draft.auto import where_it_works, with_draft
+from lightning_3d.engine.plan_draft.data_flow import DataFlow
+from lightning_3d.engine.plan_draft.draft import parameters_to_run
+from lightning_3d.engine.plan_draft.inputs import Inputs
+from lightning_3d.engine.plan_draft.text import as_python
 from lightning_3d.errors import ConfigError, NoPlanError, PlanError
 from lightning_3d.layout import Layout
-from lightning_3d.strategy.plan_draft import Draft, auto, draft_plan
-from lightning_3d.strategy.plan_draft.auto import where_it_works, with_draft
-from lightning_3d.strategy.plan_draft.data_flow import DataFlow
-from lightning_3d.strategy.plan_draft.draft import parameters_to_run
-from lightning_3d.strategy.plan_draft.inputs import Inputs
-from lightning_3d.strategy.plan_draft.text import as_python
 
 Make = Callable[[], nn.Module]
 

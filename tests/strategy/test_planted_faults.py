@@ -20,12 +20,12 @@ PLANTED = {
         "LongcatFlashExperts",
     ),
     "inkling2_text": (
-        "lightning_3d.strategy.assembly.fit_styles",
+        "lightning_3d.engine.assembly.fit_styles",
         lambda module, plan, tp_size: plan,
         "Inkling2Experts",
     ),
     "gemma3n_text": (
-        "lightning_3d.strategy.assembly.fit_styles",
+        "lightning_3d.engine.assembly.fit_styles",
         lambda module, plan, tp_size: plan,
         "Gemma3nTextMLP",
     ),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.strategy.step.row_random import DrawnShapes, RowDraws
+from lightning_3d.engine.step.row_random import DrawnShapes, RowDraws
 
 ROWS = 8
 PARTS = [slice(0, 4), slice(4, 8), slice(1, 8, 2), slice(2, 3), slice(0, 8)]

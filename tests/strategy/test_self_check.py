@@ -18,14 +18,14 @@ from ranks import run_ranks
 from sweeps import by_default
 from torch import Tensor, nn
 
+from lightning_3d.engine.self_check import remembered
+from lightning_3d.engine.self_check.check import _own_context
+from lightning_3d.engine.self_check.model_copy import copy_without_values, kept_blocks, kinds_of
+from lightning_3d.engine.self_check.remembered import Findings, identity, is_verified, recall
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.layout import Layout
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
 from lightning_3d.strategy import Lightning3DStrategy
-from lightning_3d.strategy.self_check import remembered
-from lightning_3d.strategy.self_check.check import _own_context
-from lightning_3d.strategy.self_check.model_copy import copy_without_values, kept_blocks, kinds_of
-from lightning_3d.strategy.self_check.remembered import Findings, identity, is_verified, recall
 
 
 def build(*arguments: Any, **options: Any) -> GPT:

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from lightning_3d.engine.step.totals import BatchTotals
 from lightning_3d.errors import ConfigError
-from lightning_3d.strategy.step.totals import BatchTotals
 
 CPU = torch.device("cpu")
 

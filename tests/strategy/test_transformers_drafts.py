@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from lightning_3d import Cut
+from lightning_3d.engine.plan_draft import Draft, draft_plan
 from lightning_3d.errors import PlanError
 from lightning_3d.layout import Layout
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.tensor import resolve
 from lightning_3d.parallel.tensor.head_arguments import HeadArgument, Place, take_heads
-from lightning_3d.strategy.plan_draft import Draft, draft_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 

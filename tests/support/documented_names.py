@@ -140,6 +140,15 @@ def load_pretrained() -> Any:
     return load_pretrained
 
 
+def engine() -> Any:
+    from lightning_3d import Engine
+
+    return Engine(
+        LlamaForCausalLM(small_config()),
+        optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3),
+    )
+
+
 def small_config() -> LlamaConfig:
     return LlamaConfig(**SIZES, num_key_value_heads=2)
 
@@ -149,6 +158,9 @@ MAKERS: dict[str, Any] = {
     "loader": Batches,
     "trainer": trainer,
     "network": Network,
+    "model": lambda: LlamaForCausalLM(small_config()),
+    "texts": lambda: [{"input_ids": batch, "labels": batch} for batch in Batches()],
+    "engine": engine,
     "path": folder,
     "config": small_config,
     "small_config": small_config,

@@ -164,11 +164,11 @@ def script(text: str) -> str:
 
 
 UNPROVED = """
-from lightning_3d.strategy.step.loss_proof import LossProof
+from lightning_3d.engine.step.loss_proof import LossProof
 LossProof.begin_fit = lambda self: None
 """
 UNWATCHED_READS = """
-from lightning_3d.strategy.step.outside_reads import OutsideReads
+from lightning_3d.engine.step.outside_reads import OutsideReads
 OutsideReads.begin = lambda self: None
 """
 UNWATCHED_HOOKS = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import IGNORE, Batch
 
-from lightning_3d.strategy.step.known_values import KnownValues
+from lightning_3d.engine.step.known_values import KnownValues
 
 MASKS = ("none", "ones", "right", "left", "packed")
 
@@ -34,7 +34,7 @@ def known_on_cpu() -> Iterator[None]:
     by default it is off."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "lightning_3d.strategy.build.KnownValues",
+            "lightning_3d.engine.build.KnownValues",
             lambda device, wanted: KnownValues(device, wanted=True),
         )
         yield

@@ -134,7 +134,7 @@ def phase_callback() -> Any:
     import torch
     from lightning.pytorch import Callback
 
-    from lightning_3d.strategy import build
+    from lightning_3d.engine import build
 
     def before(module: Any, name: str, phase: str) -> None:
         function = getattr(module, name)

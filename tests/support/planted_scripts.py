@@ -64,9 +64,9 @@ class Mine(LightningModule):
 
 UNCHECKED = """
 from importlib import import_module
-from lightning_3d.strategy.self_check.check import SelfCheck
+from lightning_3d.engine.self_check.check import SelfCheck
 SelfCheck.inspect = lambda self, *args, **kwargs: None
-import_module("lightning_3d.strategy.assembly").fit_styles = lambda module, plan, size: plan
+import_module("lightning_3d.engine.assembly").fit_styles = lambda module, plan, size: plan
 """
 """As if a self-check was remembered for another model."""
 
@@ -192,7 +192,7 @@ more = {"plan": SPLIT, "micro_batch_size": None}
 """
 
 WITHOUT_OWN_CODE = """
-from lightning_3d.strategy.self_check import check, remembered
+from lightning_3d.engine.self_check import check, remembered
 check.has_own_code = remembered.has_own_code = lambda module: False
 """
 """The list of verified families knows names of classes only."""
@@ -317,7 +317,7 @@ class Mine(Plain):
 
 UNWATCHED_COLLECTIVES = """
 from contextlib import nullcontext
-from lightning_3d.strategy.step import runner
+from lightning_3d.engine.step import runner
 runner.watching_world_collectives = lambda report: nullcontext()
 """
 GATHERED = """
@@ -381,7 +381,7 @@ class Mine(Plain):
 
 TRIALS_STAY = """
 from contextlib import nullcontext
-from lightning_3d.strategy.self_check import check
+from lightning_3d.engine.self_check import check
 check.undone = lambda module: nullcontext()
 """
 FIRST_CALLS = """

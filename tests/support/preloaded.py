@@ -16,7 +16,7 @@ WHAT_A_FIT_IMPORTS = (
     "lightning_3d.parallel.gloo_exchange",
     "lightning_3d.parallel.zero",
     "lightning_3d.parallel.blocks",
-    "lightning_3d.strategy.step.tracer",
+    "lightning_3d.engine.step.tracer",
     "lightning_3d.checkpoint.torch_archive",
     "lightning_3d.checkpoint.remote_folder",
     "deepspeed.module_inject.auto_ep_layer",

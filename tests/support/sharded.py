@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_3d.engine.self_check.local_sizes import apply_local_sizes, find_local_sizes
 from lightning_3d.models.parallel_plan import ParallelPlan, read_plan
 from lightning_3d.parallel.sequence_shards import SequenceShards
 from lightning_3d.parallel.sharding import ShardSpec
@@ -25,7 +26,6 @@ from lightning_3d.parallel.tensor import (
     shard_specs,
 )
 from lightning_3d.parallel.tensor.head_arguments import Place
-from lightning_3d.strategy.self_check.local_sizes import apply_local_sizes, find_local_sizes
 
 Gradients = dict[str, Tensor]
 

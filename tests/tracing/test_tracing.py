@@ -15,6 +15,7 @@ from torch import nn
 from traced import fit
 
 from lightning_3d.app.runs.metrics_file import read_rows
+from lightning_3d.engine.step.tracer import StepTracer
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.layout.schedules import SCHEDULES
@@ -22,7 +23,6 @@ from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine, PipelineState, assign_stages, keep_owned
 from lightning_3d.parallel.pipeline.schedule import Kind, training_order
-from lightning_3d.strategy.step.tracer import StepTracer
 from lightning_3d.tracing.chrome import MESSAGE, WAIT, as_chrome, read_timeline, write_timeline
 from lightning_3d.tracing.clocks import clock_offsets
 from lightning_3d.tracing.memory import SavedTensors

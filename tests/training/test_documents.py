@@ -36,10 +36,10 @@ from lightning_3d.app.training.document_trial import require_separate_documents
 from lightning_3d.app.training.module import CausalLM
 from lightning_3d.compat.transformers_flash import document_lengths
 from lightning_3d.compat.transformers_masks import give_positions_to_masks
+from lightning_3d.engine.step.known_values import KnownValues
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.layout import Layout
 from lightning_3d.models.document_limits import check_documents
-from lightning_3d.strategy.step.known_values import KnownValues
 
 LENGTH, END = models.SEQUENCE, 2
 

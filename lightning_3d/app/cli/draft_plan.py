@@ -53,8 +53,8 @@ def _draft(options: Namespace, words: list[str]) -> int:
     with task(f"importing torch and {where}"):
         made = _found(where, name)
 
-        from lightning_3d.strategy.plan_draft import draft_plan
-        from lightning_3d.strategy.plan_draft.text import as_python
+        from lightning_3d.engine.plan_draft import draft_plan
+        from lightning_3d.engine.plan_draft.text import as_python
 
     with task(f"building {name}"):
         root = _built(made, settings, f"{where}:{name}")

@@ -28,6 +28,9 @@ from typing_extensions import override
 from lightning_3d.app.dryrun.gpu_attention import gpu_attention
 from lightning_3d.app.dryrun.rank_report import Measured, RankReport
 from lightning_3d.app.dryrun.shapes import FoundResult, ShapeMeter, alone
+from lightning_3d.engine.loop import BatchOrigin
+from lightning_3d.engine.step import MicroBatches
+from lightning_3d.engine.step.splitter import BatchSplitter
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.schedules import find_schedule, rank_of_stage
 from lightning_3d.options.zero import NONE
@@ -38,8 +41,6 @@ from lightning_3d.parallel.pipeline.transport import AHEAD
 from lightning_3d.ranks.progress import task
 from lightning_3d.strategy.exponential_average import ExponentialAverage
 from lightning_3d.strategy.silent_trainer import Batches, silence, silent_trainer
-from lightning_3d.strategy.step import MicroBatches
-from lightning_3d.strategy.step.splitter import BatchSplitter
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 
 STEPS = 2
@@ -183,17 +184,10 @@ class _FirstMicroBatches:
     counts: tuple[int, ...]
 
     def split(
-        self,
-        batch: Any,
-        trainer: pl.Trainer,
-        loader: object,
-        index: int,
-        *,
-        training: bool,
-        begins: bool = True,
+        self, batch: Any, origin: BatchOrigin, hook: str, *, begins: bool = True
     ) -> MicroBatches:
-        whole = self.splitter.split_unchecked(batch, loader, index, training=training)
-        return replace(whole, batches=whole.batches[: self.counts[index]])
+        whole = self.splitter.split_unchecked(batch, origin, training=hook == "training")
+        return replace(whole, batches=whole.batches[: self.counts[origin.index]])
 
 
 class _Environment(ClusterEnvironment):

@@ -27,7 +27,7 @@ from lightning_3d.compat.torch_fake import (
     fake_mode,
     is_fake,
 )
-from lightning_3d.strategy.step.totals import BatchTotals
+from lightning_3d.engine.step.totals import BatchTotals
 
 NEW, FEW, MANY = 16, 4096, 2**20
 """Most elements of a real tensor: of a new floating-point one, of one computed from real ones, and

@@ -1,7 +1,7 @@
 """Bytes and seconds of a frozen second model, the reference of DPO or a teacher, on a rank of the
 last stage. Pure Python.
 
-All of the model is there (`strategy/frozen_models.py`): tensor-parallel ranks shard it if its sizes
+All of the model is there (`engine/frozen_models.py`): tensor-parallel ranks shard it if its sizes
 divide, and context-parallel ranks split its sequences. It runs forward only, once for each
 micro-batch, and keeps nothing for a backward pass.
 """

@@ -228,7 +228,7 @@ class Stack:
 
     def expert_precision(self, precision: str, weight_bytes: float) -> str:
         """Return the precision of the products of routed experts, which is that of their weights:
-        float8 is for linear layers only (`strategy/float8.py`), and autocast does not know grouped
+        float8 is for linear layers only (`engine/float8.py`), and autocast does not know grouped
         products, in one process neither.
 
         Args:

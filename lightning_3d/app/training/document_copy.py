@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.app.training.token_lengths import shorten
-from lightning_3d.errors import PlanError
-from lightning_3d.models.parallel_plan import read_plan
-from lightning_3d.parallel.context.few_rows import random_values
-from lightning_3d.strategy.self_check.model_copy import (
+from lightning_3d.engine.self_check.model_copy import (
     copy_without_values,
     kinds_of,
     leave_out_blocks,
 )
+from lightning_3d.errors import PlanError
+from lightning_3d.models.parallel_plan import read_plan
+from lightning_3d.parallel.context.few_rows import random_values
 from lightning_3d.weights.initialize import initialize
 
 IDS = 64

@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from lightning_3d.app.runs.report.run import About, write_report
 from lightning_3d.app.runs.status import FAILED, FINISHED, INTERRUPTED
+from lightning_3d.engine.step.loss_weights import TokenMeanLoss
 from lightning_3d.storage.surviving import Surviving
 from lightning_3d.strategy import Lightning3DStrategy
-from lightning_3d.strategy.step.loss_weights import TokenMeanLoss
 from lightning_3d.tracing.chrome import write_timeline
 
 WARM_UP_STEPS = 2

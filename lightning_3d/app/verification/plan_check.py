@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_3d.engine.plan_draft.inputs import Inputs
+from lightning_3d.engine.self_check.check import SelfCheck
 from lightning_3d.errors import PlanError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.parallel_plan import read_plan
@@ -20,8 +22,6 @@ from lightning_3d.options.model import ModelOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.tensor import fit_styles
 from lightning_3d.ranks.supervisor import can_fork, launch
-from lightning_3d.strategy.plan_draft.inputs import Inputs
-from lightning_3d.strategy.self_check.check import SelfCheck
 
 
 def check_plan(model: nn.Module, plan: dict[str, Any], layout: Layout, inputs: Inputs) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_3d.compat.rank_zero import rank_zero_warn
 from lightning_3d.compat.torch import kept_collectives
 from lightning_3d.errors import listed
 from lightning_3d.parallel.blocks.seen_memory import storages, tensors

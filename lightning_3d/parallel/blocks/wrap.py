@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_3d.compat.rank_zero import rank_zero_warn
 from lightning_3d.compat.torch import (
     allow_graphs,
     allow_notes_in_recomputation,

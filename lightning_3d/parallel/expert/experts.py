@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_3d.compat.peft_layers import refuse_adapted_experts
+from lightning_3d.compat.rank_zero import rank_zero_warn
 from lightning_3d.compat.torch import put_values
 from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.models.parallel_plan import ParallelPlan

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_3d.compat.rank_zero import rank_zero_warn
 from lightning_3d.compat.torch import autograd_is_running
 from lightning_3d.errors import ConfigError, PlanError, listed
 from lightning_3d.options.experts import ExpertOptions

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.compat.rank_zero import rank_zero_warn
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.options.optimizer import (

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lightning_3d.checkpoint.rng_state import read_generators, set_generators
-from lightning_3d.strategy.self_check.noise import WithoutNoise
-from lightning_3d.strategy.step.row_random import RowDraws
+from lightning_3d.engine.self_check.noise import WithoutNoise
+from lightning_3d.engine.step.row_random import RowDraws
 
 
 class _QuietModel(WithoutNoise):

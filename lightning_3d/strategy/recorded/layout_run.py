@@ -9,14 +9,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_3d.engine.data_order import orders_in
+from lightning_3d.engine.step import MicroBatches
 from lightning_3d.ranks.role import FACTS, RANKS
-from lightning_3d.strategy.data_order import orders_in
 from lightning_3d.strategy.recorded.draws import EqualDraws, quiet_names
 from lightning_3d.strategy.recorded.recorder import Recorder, buffers_of, copied, logged_values
 from lightning_3d.strategy.recorded.records import Piece, State, on_host, rows_in
 from lightning_3d.strategy.recorded.whole_batches import WholeBatches, save_generators
 from lightning_3d.strategy.role_arguments import notes
-from lightning_3d.strategy.step import MicroBatches
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 
 

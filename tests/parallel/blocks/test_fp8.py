@@ -32,11 +32,11 @@ from lightning_3d.app.config import machine
 from lightning_3d.app.config.files import conf_folder
 from lightning_3d.app.config.run_config import PrecisionConfig, RunConfig
 from lightning_3d.app.training.run import make_strategy
+from lightning_3d.engine import float8 as fp8
 from lightning_3d.errors import ConfigError
 from lightning_3d.options import precision
 from lightning_3d.parallel.tensor.lora import UnbiasedLinear
 from lightning_3d.strategy import Lightning3DStrategy
-from lightning_3d.strategy import float8 as fp8
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed (extra fp8)"
@@ -200,7 +200,7 @@ def train_in_float8(recipe: Recipe, **strategy: Any) -> tuple[Part, int]:
     def anywhere(device: torch.device) -> None:
         pass
 
-    float8 = "lightning_3d.strategy.float8"
+    float8 = "lightning_3d.engine.float8"
     patches = [
         (f"{float8}.recipe", emulated),
         (f"{float8}._convert", count),
@@ -283,7 +283,7 @@ def fit_then_evaluate() -> tuple[int, int]:
     counts = []
     for asked in (True, False):
         with (
-            mock.patch("lightning_3d.strategy.float8.recipe", emulated),
+            mock.patch("lightning_3d.engine.float8.recipe", emulated),
             mock.patch("lightning_3d.strategy.strategy.require_fp8"),
         ):
             strategy = Lightning3DStrategy("tp1", fp8=asked)

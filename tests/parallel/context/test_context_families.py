@@ -10,10 +10,10 @@ from ranks import run_ranks
 from sweeps import by_default
 from torch import Tensor, nn
 
+from lightning_3d.engine.step.loss_weights import LossWeights, weigh_loss
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.blocks import find_blocks
 from lightning_3d.parallel.context import ContextParallel, share_sequences
-from lightning_3d.strategy.step.loss_weights import LossWeights, weigh_loss
 
 SEQUENCE = 24
 SIZES: dict[str, Any] = {

@@ -19,12 +19,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lightning_3d.compat.transformers_attention import own_attention
+from lightning_3d.engine.step.loss_weights import LossWeights, weigh_loss
 from lightning_3d.errors import PlanError
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.blocks import find_blocks
 from lightning_3d.parallel.context import ContextParallel, share_sequences
 from lightning_3d.parallel.context.attention import NAME, register
-from lightning_3d.strategy.step.loss_weights import LossWeights, weigh_loss
 
 SEQUENCE, VOCABULARY = 16, 61
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}

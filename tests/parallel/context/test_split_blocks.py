@@ -12,6 +12,7 @@ from ranks import run_ranks
 from sweeps import by_default
 from torch import Tensor, nn
 
+from lightning_3d.engine.step.loss_weights import LossWeights, weigh_loss
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.options.blocks import BlockOptions
@@ -20,7 +21,6 @@ from lightning_3d.parallel.context import ContextParallel, WholeSequence, share_
 from lightning_3d.parallel.context.inputs import refuse_arguments
 from lightning_3d.parallel.context.split_blocks import MixingTokens, SplitAttention, use_context
 from lightning_3d.parallel.context.token_trials import TokenTrials
-from lightning_3d.strategy.step.loss_weights import LossWeights, weigh_loss
 
 SEQUENCE, VOCABULARY, WIDTH = 24, 61, 32
 SIZES: dict[str, Any] = {

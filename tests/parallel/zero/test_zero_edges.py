@@ -261,7 +261,7 @@ def small_buckets() -> Any:
     from lightning_3d.parallel.zero import make_backend
 
     return patch(
-        "lightning_3d.strategy.build.make_backend",
+        "lightning_3d.engine.build.make_backend",
         partial(make_backend, bucket_bytes=4 * WIDTH * WIDTH),
     )
 
