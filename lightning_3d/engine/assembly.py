@@ -74,12 +74,12 @@ from lightning_3d.parallel.tensor import (
     SequenceRegions,
     TensorParallel,
     TokenParts,
+    cuts_here,
     find_regions,
     fit_styles,
     gather_regions,
     pays_off,
     refuse_computed_weights,
-    resolve,
     rewrite,
     shard_sequence,
 )
@@ -506,7 +506,7 @@ def _sequence_regions(
             )
         return None
     try:
-        return find_regions(module, plan, resolve(module, plan, tp))
+        return find_regions(module, plan, cuts_here(module, plan, tp))
     except PlanError as error:
         if wanted is True:
             kind = type(module).__name__

@@ -91,6 +91,8 @@ class ParallelPlan:
         ahead: number of blocks at the end of `layers` that predict further tokens (multi-token
             prediction). They run behind the model, on the last stage, and read the token embedding
             of the first stage, which is one of `carried`.
+        resolved: number of tensor-parallel ranks, and for it the cut of each module and parameter
+            of the whole module, by each of its names; None until `parallel.tensor.fit_styles`.
     """
 
     tp: dict[str, Cut]
@@ -104,6 +106,7 @@ class ParallelPlan:
     experts: tuple[str, ...] = ()
     ep: dict[str, Cut] = field(default_factory=dict)
     ahead: int = 0
+    resolved: tuple[int, dict[str, Cut]] | None = field(default=None, repr=False, compare=False)
 
     def blocks_of(self, module: nn.Module) -> list[nn.Module]:
         """Return the blocks of the whole `module` through which hidden states pass from stage to
@@ -141,7 +144,7 @@ class ParallelPlan:
                 " experts of a layer must be one module, with one tensor per matrix."
             )
         require_supported(self.ep)
-        return replace(self, tp=self.tp | self.ep)
+        return replace(self, tp=self.tp | self.ep, resolved=None)
 
     def cut_of(self, name: str) -> Cut | None:
         """Return the entry for the module or parameter called `name`; an exact name takes

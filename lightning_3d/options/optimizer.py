@@ -28,6 +28,8 @@ WHOLE_TENSOR = ("Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP", 
 _FEW_BITS = {"4bit": (0.5, 128), "8bit": (1.0, 256), "Fp8": (1.0, 256)}
 """Endings of the names of torchao's optimizers with states of few bits: bytes of an element, and
 elements with a common float32 scale."""
+CPU_ADAM = "DeepSpeedCPUAdam"
+"""Can step only weights in host memory."""
 CLOSURE = ("LBFGS",)
 """Optimizers that compute the loss several times in a step."""
 SPARSE = ("SparseAdam",)

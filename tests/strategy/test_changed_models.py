@@ -24,8 +24,8 @@ from lightning_3d.engine.self_check.remembered import identity, is_verified
 from lightning_3d.layout import Layout
 from lightning_3d.models.library_patches import replaced_functions
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
-from lightning_3d.parallel.context.token_trials import TokenTrials
 from lightning_3d.parallel.tensor.style_trials import fit_styles
+from lightning_3d.parallel.trials.tokens import treats_tokens_separately
 from lightning_3d.parallel.undone import undone
 
 LISTED = "torch 2.13.0, transformers 5.24.0"
@@ -425,7 +425,7 @@ TRIALS: dict[str, Callable[[Stack], Any]] = {
         ),
         tp_size=2,
     ),
-    "tokens": lambda model: TokenTrials(8).is_separate(model.layers[0].mlp),
+    "tokens": lambda model: treats_tokens_separately(model.layers[0].mlp, 8),
 }
 
 

@@ -84,7 +84,7 @@ def check_sharding(config: Mapping[str, Any], layout: Layout, zero_stage: int) -
     """Refuse an optimizer that is known to need whole tensors, sparse gradients, or calls of the
     loss, where the layout cannot give them.
 
-    Ranks check unknown classes by a small step (`parallel.zero.elementwise`).
+    Ranks check unknown classes by a small step (`parallel.trials.optimizers`).
 
     Args:
         config: the group `optimizer`.

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_3d.app.training.token_lengths import shorten
 from lightning_3d.engine.self_check.model_copy import (
@@ -21,7 +20,8 @@ from lightning_3d.engine.self_check.model_copy import (
 )
 from lightning_3d.errors import PlanError
 from lightning_3d.models.parallel_plan import read_plan
-from lightning_3d.parallel.context.few_rows import random_values
+from lightning_3d.parallel.trials.clone import in_float64
+from lightning_3d.parallel.trials.values import FewRows, draw
 from lightning_3d.weights.initialize import initialize
 
 IDS = 64
@@ -31,37 +31,50 @@ _LENGTH = 3
 """Tokens of a window, a chunk or a compressed block of attention in the copy."""
 
 
-def trial_copy(model: nn.Module) -> Any:
+def trial_copy(model: nn.Module, values: FewRows) -> Any:
     """Copy a model for the trial: float64 on the CPU, random weights, one block of each kind at
     least.
 
     Args:
         model: a whole causal LM of Transformers, whose values are not read. It may be on meta.
+        values: draws the weights, and is the context in which the copy runs.
     """
     copied = copy_without_values(model)
     _leave_out_later_blocks(copied)
     shorten(copied, _LENGTH)
     by_id = _values_by_id(copied)
-    shared: dict[int, nn.Parameter] = {}
-    drawn: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
-    for child in copied.modules():
+    drawn: dict[int, nn.Parameter] = {}
+    for name, child in copied.named_modules():
         if isinstance(child, nn.Embedding):
             child.padding_idx = None
         for key, value in child._parameters.items():
             if value is not None:
-                blank = value[:IDS] if id(value) in by_id else value
-                if (kind := (blank.shape, blank.dtype)) not in drawn:
-                    drawn[kind] = random_values(blank)
-                child._parameters[key] = shared.setdefault(
-                    id(value), nn.Parameter(drawn[kind], value.requires_grad)
-                )
-        if (config := vars(child).get("config")) is not None:
-            config._experts_implementation = "eager"  # grouped products do not know float64
-            # same masks, but on the CPU it does not know sinks
-            if getattr(config, "_attn_implementation", None) == "flex_attention":
-                config._attn_implementation_internal = "eager"
+                if id(value) not in drawn:
+                    blank = value[:IDS] if id(value) in by_id else value
+                    drawn[id(value)] = nn.Parameter(
+                        values.draw(f"{name}.{key}", blank), value.requires_grad
+                    )
+                child._parameters[key] = drawn[id(value)]
+        _draw_saved_buffers(name, child)
+        config = vars(child).get("config")
+        # same masks, but on the CPU it does not know sinks
+        if getattr(config, "_attn_implementation", None) == "flex_attention":
+            config._attn_implementation_internal = "eager"
     initialize(copied, device="cpu")  # buffers that are on meta
-    return copied
+    return in_float64(copied)
+
+
+def _draw_saved_buffers(name: str, child: nn.Module) -> None:
+    """Give random values to buffers on meta that are saved with the weights, in place: the values
+    are those of a checkpoint (xIELU)."""
+    for key, buffer in child._buffers.items():
+        if (
+            buffer is not None
+            and buffer.is_meta
+            and buffer.is_floating_point()
+            and key not in child._non_persistent_buffers_set
+        ):
+            child._buffers[key] = draw(f"{name}.{key}", tuple(buffer.shape))
 
 
 def _values_by_id(model: Any) -> set[int]:

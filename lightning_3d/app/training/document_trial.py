@@ -23,13 +23,12 @@ from lightning_3d.app.training.document_inputs import arguments_of
 from lightning_3d.app.training.document_kernels import on_the_cpu
 from lightning_3d.compat.torch import real_values
 from lightning_3d.errors import ConfigError
-from lightning_3d.parallel.context.few_rows import FewRows
+from lightning_3d.parallel.trials.tolerances import SAME_TOKENS
+from lightning_3d.parallel.trials.values import FewRows, generator_of
 from lightning_3d.parallel.undone import undone
 
 _DOCUMENTS = ((5, 4, 3), (2, 1, 9))
 """Tokens of the documents of each sample."""
-
-_SAME = 1e-6  # relative; some models compute parts in float32
 
 
 def require_separate_documents(model: nn.Module) -> None:
@@ -49,7 +48,10 @@ def require_separate_documents(model: nn.Module) -> None:
     )
     with real_values(), torch.device("cpu"), torch.no_grad(), undone(model), on_the_cpu():
         try:
-            difference = _largest_difference(trial_copy(model))
+            values = FewRows()
+            copied = trial_copy(model, values)
+            with values:
+                difference = _largest_difference(copied)
         except Exception as error:
             said = " ".join(str(error).split())
             raise ConfigError(
@@ -57,7 +59,7 @@ def require_separate_documents(model: nn.Module) -> None:
                 f" position_ids ended with {type(error).__name__}: {said[:200].rstrip('.')}."
                 f" {works}"
             ) from error
-    if not difference <= _SAME:
+    if not difference <= SAME_TOKENS:
         raise ConfigError(
             f"data.document_mask=true cannot be used with {name}: its results in a document depend"
             " on the other documents of the sample, although positions restart (by"
@@ -68,7 +70,7 @@ def require_separate_documents(model: nn.Module) -> None:
 def _largest_difference(model: nn.Module) -> float:
     """Return the largest difference of outputs between packed documents and each document alone,
     relative to the largest output."""
-    generator = torch.Generator().manual_seed(0)
+    generator = generator_of("tokens")
     length = sum(_DOCUMENTS[0])
     ids = torch.randint(3, IDS // 2, (len(_DOCUMENTS), length), generator=generator)
     begins = torch.zeros(ids.shape, dtype=torch.bool)
@@ -97,7 +99,7 @@ def _starts(sizes: tuple[int, ...]) -> list[int]:
 
 def _outputs(model: nn.Module, ids: Tensor, **more: Any) -> Tensor:
     """Logits (batch, seq, ids)."""
-    with FewRows(), _FirstOfEqual(), _in_float64():
+    with _FirstOfEqual(), _in_float64():
         out: Tensor = model(input_ids=ids, use_cache=False, **more).logits
     return out
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_3d.compat.transformers import linear_sizes
 from lightning_3d.engine.plan_draft.inputs import Inputs
+from lightning_3d.parallel.trials.values import generator_of, normal
 
 _SEEDS = (0, 1, 2)
 """Several random outputs: an activation that is flat at one of them is not at another."""
@@ -107,11 +108,9 @@ class DataFlow:
         """
         masks = []
         for run in self._runs:
-            generator = torch.Generator().manual_seed(0)
+            generator = generator_of("directions")
             parts = [run.inputs[row][..., index] for row, index in columns.items()]
-            total = sum(
-                (torch.randn(part.shape, generator=generator) * part).sum() for part in parts
-            )
+            total = sum((_random(part, generator) * part).sum() for part in parts)
             [gradient] = _gradients(total, [run.outputs[name]])
             changes = torch.zeros_like(run.outputs[name]) if gradient is None else gradient
             masks.append(changes.flatten(0, -2).ne(0).any(0))
@@ -129,17 +128,15 @@ class DataFlow:
 
     def _run(self, seed: int, features: Mapping[str, Tensor]) -> _Run:
         """Run the model once. `features` of outputs get other random numbers."""
-        run, generator = _Run(), torch.Generator().manual_seed(seed)
+        run, generator = _Run(), generator_of("outputs", seed)
         modules = [(name, self._model.get_submodule(name)) for name in self._names]
         for name, layer in modules:
 
             def stand_in(x: Tensor, name: str = name, layer: Any = layer) -> Tensor:
                 run.calls[name] += 1
-                output = torch.randn(*x.shape[:-1], linear_sizes(layer)[1], generator=generator)  # type: ignore[index]
+                output = normal((*x.shape[:-1], linear_sizes(layer)[1]), generator, torch.float32)  # type: ignore[index]
                 if name in features:
-                    other = torch.randn(
-                        output.shape, generator=torch.Generator().manual_seed(seed + 1000)
-                    )
+                    other = _random(output, generator_of("other outputs", seed))
                     output[..., features[name]] = other[..., features[name]]
                 output.requires_grad_(True)
                 run.inputs.setdefault(name, x)
@@ -158,12 +155,8 @@ class DataFlow:
         return run
 
     def _sources_of(self, run: _Run, tensors: list[Tensor]) -> Sources:
-        generator = torch.Generator().manual_seed(0)
-        total = sum(
-            (torch.randn(t.shape, generator=generator) * t).sum()
-            for t in tensors
-            if t.requires_grad
-        )
+        generator = generator_of("directions")
+        total = sum((_random(t, generator) * t).sum() for t in tensors if t.requires_grad)
         wanted = {
             **run.outputs,
             **{f" {name}": parameter for name, parameter in self._parameters.items()},
@@ -177,6 +170,10 @@ class DataFlow:
             frozenset(key for key in found if not key.startswith(" ")),
             frozenset(key[1:] for key in found if key.startswith(" ")),
         )
+
+
+def _random(like: Tensor, generator: torch.Generator) -> Tensor:
+    return normal(tuple(like.shape), generator, torch.float32)
 
 
 def _gradients(total: Any, sources: list[Tensor]) -> list[Tensor | None]:

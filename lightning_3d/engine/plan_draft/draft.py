@@ -32,7 +32,7 @@ from lightning_3d.engine.self_check.noise import WithoutNoise
 from lightning_3d.errors import PlanError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
-from lightning_3d.parallel.tensor.resolve_plan import returns_features
+from lightning_3d.parallel.trials.products import returns_features
 from lightning_3d.parallel.undone import undone
 
 

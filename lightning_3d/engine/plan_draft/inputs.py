@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.parallel.nested import tensors_of
+from lightning_3d.parallel.trials.values import generator_of, normal
 
 _ROWS, _LENGTH = 2, 8
 _MOST_IDS = 1000
@@ -76,9 +77,9 @@ def _with_values(given: Any, model: nn.Module, name: str = "") -> Any:
         return [_with_values(value, model) for value in given]
     if not isinstance(given, Tensor) or not given.is_meta:
         return given
-    generator = torch.Generator().manual_seed(0)
+    generator = generator_of("inputs")
     if given.is_floating_point():
-        return torch.randn(given.shape, generator=generator).to(given.dtype)
+        return normal(tuple(given.shape), generator).to(given.dtype)
     if given.dtype == torch.bool or "mask" in name:
         return torch.ones(given.shape, dtype=given.dtype)
     return torch.randint(0, _ids(model), given.shape, generator=generator).to(given.dtype)
@@ -95,11 +96,11 @@ def _ids(model: nn.Module) -> int:
 
 
 def _examples(model: nn.Module) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    generator = generator_of("inputs")
     embeds = any(isinstance(child, nn.Embedding) for child in model.modules())
     widths = [child.in_features for child in model.modules() if isinstance(child, nn.Linear)]
     if embeds or not widths:
         yield torch.randint(0, _ids(model), (_ROWS, _LENGTH), generator=generator)
         return
-    yield torch.randn(_ROWS, _LENGTH, widths[0], generator=generator)
-    yield torch.randn(_ROWS, widths[0], generator=generator)
+    yield normal((_ROWS, _LENGTH, widths[0]), generator, torch.float32)
+    yield normal((_ROWS, widths[0]), generator, torch.float32)

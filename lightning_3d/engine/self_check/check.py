@@ -64,6 +64,7 @@ from lightning_3d.parallel.pipeline import assign_stages
 from lightning_3d.parallel.pipeline.towers import tower_inputs
 from lightning_3d.parallel.tensor import pays_off
 from lightning_3d.parallel.tensor.head_arguments import Place
+from lightning_3d.parallel.trials.clone import in_float64
 from lightning_3d.parallel.undone import undone
 from lightning_3d.storage.numbers import gibibytes
 
@@ -560,7 +561,7 @@ class _Comparison:
     def _whole(self, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
         whole = self._reduced()
         fill(whole, {}, seed, self._device)
-        return _widened(whole, dtype).train(self._training)
+        return _in_dtype(whole, dtype).train(self._training)
 
     def _reduced(self) -> nn.Module:
         reduced = copy_without_values(self._subject.whole)
@@ -583,7 +584,7 @@ class _Comparison:
         try:
             whole, rewritten = self._whole(seed, dtype), self._rewritten(sizes, seed, stages)
             for stage in rewritten.modules():
-                _widened(stage, dtype)
+                _in_dtype(stage, dtype)
             outputs, gradients = largest_deviation(whole, rewritten, args, kwargs, dtype)
             failure = next(
                 (found for found in (outputs, gradients) if not found.error <= LARGEST), None
@@ -687,23 +688,9 @@ def _own_context(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _widened(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Let a copy compute in float64, in place, without grouped matrix products, which do not know
-    it; with float32 nothing changes."""
-    if dtype == torch.float64:
-        module._apply(
-            lambda tensor: (
-                tensor.to(torch.complex128) if tensor.is_complex() else _floats_as(tensor, dtype)
-            )
-        )
-        for child in module.modules():
-            if (config := vars(child).get("config")) is not None:
-                config._experts_implementation = "eager"
-    return module
-
-
-def _floats_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Let a copy in float32 compute in `dtype`, float32 or float64, in place."""
+    return in_float64(module) if dtype == torch.float64 else module
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from lightning_3d.compat.transformers import is_transposed_linear, linear_sizes
 from lightning_3d.models.parallel_plan import COLUMN_STYLES, Cut, ParallelPlan
-from lightning_3d.parallel.module_copy import deep_copy
 from lightning_3d.parallel.sharding import ShardSpec
-from lightning_3d.parallel.tensor import resolve, shard_specs
+from lightning_3d.parallel.tensor import cuts_here, shard_specs
 from lightning_3d.parallel.tensor.head_arguments import (
     HeadArgument,
     Place,
@@ -38,6 +37,8 @@ from lightning_3d.parallel.tensor.heads import (
     heads_of,
     local_attributes,
 )
+from lightning_3d.parallel.trials.clone import clone
+from lightning_3d.parallel.trials.tolerances import SAME_COLUMNS
 
 LocalSizes = dict[str, int]
 """Full name of an attribute, such as "blocks.0.attention.nh", -> its value on a rank. Or an
@@ -52,8 +53,6 @@ _SERVED = (
 _MOST_TRIALS = 256
 _MOST_ARGUMENTS = 5
 _ARGUMENT = re.compile(r"(?P<owner>.*)\((?P<name>\w+):(?P<dim>\d+)\)")
-_SAME = 1e-4
-"""Relative difference, in float32, that is rounding."""
 
 
 @dataclass
@@ -112,7 +111,7 @@ def sizes_by_module(
 ) -> dict[str, LocalSizes | None]:
     """Find the sizes in each module that runs; None for a module for which no choice is right. The
     arguments are those of `find_local_sizes`."""
-    cuts = resolve(whole, plan, tp)
+    cuts = cuts_here(whole, plan, tp)
     owners = list(_owners(whole, cuts, drafted))
     if not owners:
         return {}
@@ -130,7 +129,7 @@ def modules_to_try(
 ) -> list[str]:
     """List the modules in which attributes may have to change on a rank. The arguments are those of
     `find_local_sizes`."""
-    return [owner.name for owner in _owners(whole, resolve(whole, plan, tp), drafted)]
+    return [owner.name for owner in _owners(whole, cuts_here(whole, plan, tp), drafted)]
 
 
 def apply_local_sizes(module: nn.Module, sizes: Mapping[str, int], place: Place) -> None:
@@ -235,16 +234,12 @@ def _shard(
     module: nn.Module, prefix: str, cuts: Mapping[str, Cut], specs: Mapping[str, ShardSpec]
 ) -> nn.Module:
     """Copy a module with one rank's shard of every parameter, and ordinary layers."""
-    shard = deep_copy(module, {id(parameter): parameter for parameter in module.parameters()})
-    for name, parameter in list(shard.named_parameters()):
+
+    def value_of(name: str, parameter: nn.Parameter) -> Tensor | None:
         spec = specs[prefix + name]
-        if spec.is_cut:
-            owner, _, last = name.rpartition(".")
-            setattr(
-                shard.get_submodule(owner),
-                last,
-                nn.Parameter(spec.cut(parameter.detach()), requires_grad=False),
-            )
+        return spec.cut(parameter.detach()) if spec.is_cut else None
+
+    shard: nn.Module = clone(module, value_of)
     for name, child in shard.named_modules():
         if prefix + name in cuts and isinstance(child, nn.Linear):
             child.out_features, child.in_features = child.weight.shape
@@ -356,7 +351,7 @@ def _is_right(
         ) -> Tensor:
             entered, returned = next(expected)
             wanted = entered[..., columns.to(entered.device)]
-            if x.shape != wanted.shape or not (x - wanted).norm() <= _SAME * wanted.norm():
+            if x.shape != wanted.shape or not (x - wanted).norm() <= SAME_COLUMNS * wanted.norm():
                 raise _Different
             return returned
 

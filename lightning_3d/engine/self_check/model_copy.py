@@ -3,7 +3,6 @@ with weights chosen so that errors become visible."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +11,10 @@ from torch import Tensor, nn
 
 from lightning_3d.models.code_description import CodeDescription, Indescribable
 from lightning_3d.models.parallel_plan import ParallelPlan
-from lightning_3d.parallel.module_copy import deep_copy
 from lightning_3d.parallel.pipeline.gates import hidden_states_of, plain_values
 from lightning_3d.parallel.sharding import ShardSpec
+from lightning_3d.parallel.trials.clone import clone
+from lightning_3d.parallel.trials.values import draw
 from lightning_3d.weights.initialize import initialize
 from lightning_3d.weights.pretrained import forget_pretrained
 
@@ -26,36 +26,18 @@ def copy_without_values(module: nn.Module) -> nn.Module:
     The copy does not draw random numbers: it is in evaluation mode, and its dropout probabilities
     are 0.
     """
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
-        blank = nn.Parameter(
-            torch.empty_like(parameter, device="meta", dtype=dtype),
-            requires_grad=parameter.requires_grad,
-        )
-        vars(blank).update(vars(parameter))
-        memo[id(parameter)] = blank
-    copied = deep_copy(module, memo)
+    copied: nn.Module = clone(module, _blank)
     forget_pretrained(copied)
     for child in copied.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 child._buffers[name] = buffer.float()
-    return _without_dropout(copied.eval())
+    return copied
 
 
-def _without_dropout(module: nn.Module) -> nn.Module:
-    for child in module.modules():
-        # a stage cannot be computed again outside of its turn
-        if getattr(child, "gradient_checkpointing", False) is True:
-            child.gradient_checkpointing = False  # type: ignore[assignment]
-        for owner in (child, getattr(child, "config", None)):
-            for name, value in list(getattr(owner, "__dict__", {}).items()):
-                if "drop" in name.lower() and isinstance(value, float):
-                    setattr(owner, name, 0.0)
-        if "Drop" in type(child).__name__ and isinstance(getattr(child, "p", None), float):
-            child.p = 0.0  # type: ignore[assignment]
-    return module
+def _blank(name: str, parameter: nn.Parameter) -> Tensor:
+    dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
+    return torch.empty_like(parameter, device="meta", dtype=dtype)
 
 
 def fill(
@@ -65,12 +47,8 @@ def fill(
     device: torch.device,
     blueprint: Any = None,
 ) -> None:
-    """Give the parameters of a copy values that depend on (seed, canonical name) only, and rebuild
-    its buffers.
-
-    A matrix gets numbers of variance 1 / columns, so that activations keep their size and attention
-    is not uniform; a vector gets numbers in 0.5 .. 1.5. An ordinary initialization hides faults:
-    matrices and biases that are zero do not change the output.
+    """Give the parameters of a copy the values of `parallel.trials.values.draw` for their canonical
+    names, and rebuild its buffers.
 
     Args:
         specs: shard of each parameter; one without a specification is whole.
@@ -96,19 +74,11 @@ def _filled(
 ) -> nn.Parameter:
     canonical = (spec.tied_to or spec.name) if spec is not None else name
     shape = spec.global_shape if spec is not None else tuple(parameter.shape)
-    full = _draw(canonical, shape, seed)
+    full = draw(canonical, shape, seed, torch.float32)
     local = spec.cut(full) if spec is not None and spec.is_cut else full
     real = nn.Parameter(local.to(device, parameter.dtype), requires_grad=parameter.requires_grad)
     vars(real).update(vars(parameter))
     return real
-
-
-def _draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    if len(shape) > 1:
-        return torch.randn(shape, generator=generator) / max(shape[-1], 1) ** 0.5
-    return 0.5 + torch.rand(shape, generator=generator)
 
 
 class Skipped(nn.Module):

@@ -18,10 +18,10 @@ from lightning_3d.layout.layout import Layout
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.options.model import ModelOptions
 from lightning_3d.parallel.mesh import Mesh, StageMesh, TensorMesh
-from lightning_3d.parallel.module_copy import deep_copy
 from lightning_3d.parallel.pipeline import PipelineState, StageAssignment, StageBoundary
 from lightning_3d.parallel.pipeline.state import Chunk
 from lightning_3d.parallel.sharding import ShardSpec
+from lightning_3d.parallel.trials.clone import deep_copy
 
 
 @dataclass(frozen=True)

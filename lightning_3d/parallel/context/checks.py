@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -13,21 +14,7 @@ from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.models.context_limits import attends_plainly, check_fields, why_not_by_attention
 from lightning_3d.parallel.context.attention import NAME
 from lightning_3d.parallel.context.kernels import choose_kernels
-from lightning_3d.parallel.context.token_trials import TokenTrials
-
-RECURRENT = (
-    "mamba",
-    "recurrent",
-    "rwkv",
-    "deltanet",
-    "linearattention",
-    "lightningattention",
-    "shortconv",
-    "hyena",
-)
-
-KNOWN = ("torch", "transformers", "peft", "lightning_3d")
-"""Packages whose modules mix tokens by attention, or by what `RECURRENT` names."""
+from lightning_3d.parallel.trials.tokens import treats_tokens_separately
 
 
 def replace_attention(module: nn.Module, blocks: list[nn.Module]) -> bool:
@@ -181,7 +168,11 @@ def _mixes_by_attention(module: nn.Module, config: Any, blocks: list[nn.Module])
         return False
     if not all(any(uses(child, INTERFACE) for child in block.modules()) for block in blocks):
         return False  # the user's own attention may be in one of them
-    if any(_mixes_in_own_code(block, TokenTrials(text.hidden_size)) for block in blocks):
+    if not all(
+        treats_tokens_separately(part, text.hidden_size)
+        for block in blocks
+        for part in _beside_attention(block)
+    ):
         return False
     inside = [child for block in blocks for child in block.modules()]
     if any(
@@ -189,22 +180,22 @@ def _mixes_by_attention(module: nn.Module, config: Any, blocks: list[nn.Module])
         for child in inside
     ):
         return False
-    convolves = any(isinstance(child, (nn.Conv1d, nn.RNNBase)) for child in inside)
-    return not convolves and not any(
-        word in type(child).__name__.lower() for child in inside for word in RECURRENT
-    )
+    # in an attention, too
+    return not any(isinstance(child, (nn.Conv1d, nn.RNNBase)) for child in inside)
 
 
-def _mixes_in_own_code(block: nn.Module, trials: TokenTrials) -> bool:
-    """Return whether a part of a block whose class is the user's own mixes tokens without the
-    interface, as a trial shows."""
-    parts = [
-        part for part in block.children() if type(part).__module__.partition(".")[0] not in KNOWN
-    ]
-    return any(
-        not any(uses(child, INTERFACE) for child in part.modules()) and not trials.is_separate(part)
-        for part in parts
-    )
+def _beside_attention(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the largest modules in a block that neither call Transformers' attention interface nor
+    contain what does."""
+    for child in module.children():
+        if uses(child, INTERFACE):
+            continue
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or any(
+            uses(inner, INTERFACE) for inner in child.modules()
+        ):
+            yield from _beside_attention(child)
+        else:
+            yield child
 
 
 def _is_language_model(module: nn.Module) -> bool:

@@ -34,9 +34,9 @@ from lightning_3d.parallel.context.full_sequence import WholeSequence
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.inputs import named_arguments, refuse_arguments, tokens_of
 from lightning_3d.parallel.context.masks import mask_of_batch
-from lightning_3d.parallel.context.token_trials import TokenTrials
 from lightning_3d.parallel.context.zigzag import chunk_length, own_tokens
 from lightning_3d.parallel.specialize import specialize
+from lightning_3d.parallel.trials.tokens import mixing_tokens
 
 
 @dataclass
@@ -145,8 +145,8 @@ class SplitBlocks:
         """
         name = type(module).__name__
         found = blocks if layers else _only_list(module, name, blocks)
-        trials = TokenTrials(_width(module))
-        mixing = {id(part): part for block in found for part in trials.mixing(block)}
+        width = _width(module)
+        mixing = {id(part): part for block in found for part in mixing_tokens(block, width)}
         if not found or not mixing:
             raise PlanError(
                 f"Context parallelism (cp) found no blocks in {name} in which tokens see each"

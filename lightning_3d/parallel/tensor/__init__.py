@@ -6,7 +6,7 @@ from lightning_3d.parallel.tensor.experts import TokenParts
 from lightning_3d.parallel.tensor.group import TensorParallel
 from lightning_3d.parallel.tensor.logits import VocabParallelLogits
 from lightning_3d.parallel.tensor.loss import token_losses, vocab_parallel_cross_entropy
-from lightning_3d.parallel.tensor.resolve_plan import resolve
+from lightning_3d.parallel.tensor.resolve_plan import cuts_here, resolve
 from lightning_3d.parallel.tensor.rewrite import rewrite, shard_specs
 from lightning_3d.parallel.tensor.sequence_parallel import (
     SequenceRegions,
@@ -24,6 +24,7 @@ __all__ = [
     "TokenParts",
     "VocabParallelLogits",
     "check_replicated_gradients",
+    "cuts_here",
     "shard_sequence",
     "find_regions",
     "pays_off",

@@ -5,15 +5,12 @@ Pure arithmetic on shapes; the modules may be on meta, and some of them may be g
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_3d.compat.peft_layers import (
     base_layer,
@@ -22,7 +19,6 @@ from lightning_3d.compat.peft_layers import (
     lora_variant,
     refuse_adapted_experts,
 )
-from lightning_3d.compat.torch import real_values
 from lightning_3d.compat.transformers import is_transposed_linear
 from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.models.parallel_plan import (
@@ -35,7 +31,7 @@ from lightning_3d.models.parallel_plan import (
 )
 from lightning_3d.parallel.sharding import even_range
 from lightning_3d.parallel.tensor.heads import Heads, heads_of, is_key_or_value
-from lightning_3d.parallel.undone import undone
+from lightning_3d.parallel.trials.products import is_product
 
 
 @dataclass(frozen=True)
@@ -80,6 +76,52 @@ def resolve(
         cuts.update(_activation_parameters(module, parent, cuts))
         cuts.update(_packed_pair(module, parent, cuts, tp_size))
     return cuts
+
+
+def with_cuts(
+    module: nn.Module, plan: ParallelPlan, tp_size: int, cuts: dict[str, Cut]
+) -> ParallelPlan:
+    """Let a plan remember what `resolve` has found for the whole `module`, by each name of a module
+    that has several."""
+    names: dict[int, list[str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        names.setdefault(id(child), []).append(name)
+    modules = dict(module.named_modules())
+    by_all_names = dict(cuts)
+    for name, cut in cuts.items():
+        owner, _, last = name.rpartition(".")
+        if name in modules:
+            by_all_names |= dict.fromkeys(names[id(modules[name])], cut)
+        elif owner in modules:
+            by_all_names |= {f"{other}.{last}": cut for other in names[id(modules[owner])]}
+    return replace(plan, resolved=(tp_size, by_all_names))
+
+
+def cuts_here(
+    module: nn.Module, plan: ParallelPlan, tp_size: int, *, whole: bool = True
+) -> dict[str, Cut]:
+    """Return the cuts of what is in `module` and on this rank. A plan that remembers those of the
+    whole module is not resolved again.
+
+    Args:
+        module: the whole module, a copy of it or what this rank has of it.
+        whole: as in `resolve`.
+
+    Raises:
+        PlanError: as `resolve`, of a plan that was not resolved before.
+    """
+    if plan.resolved is None or plan.resolved[0] != tp_size:
+        return resolve(module, plan, tp_size, whole=whole)
+    known = plan.resolved[1]
+    found: dict[str, Cut] = {}
+    for name, child in module.named_modules():
+        if name in known and _is_here(module, name, child, known[name].style, plan, whole):
+            found[name] = known[name]
+        for key, _ in child.named_parameters(recurse=False):
+            full_name = f"{name}.{key}" if name else key
+            if full_name in known:
+                found[full_name] = known[full_name]
+    return found
 
 
 def _require_routed(module: nn.Module, cuts: dict[str, Cut]) -> None:
@@ -366,7 +408,7 @@ def _check_kind(name: str, child: nn.Module, style: str) -> None:
             " embedding. Remove these options, or leave it out of the plan."
         )
     kind = own_forward(type(child))
-    if kind is not None and not (wanted is nn.Linear and _is_product(child)):
+    if kind is not None and not (wanted is nn.Linear and is_product(child)):
         raise PlanError(
             f"The plan shards '{name}', but {kind.__name__}.forward does not call super().forward,"
             f" so its layer cannot be replaced. Let it call super().forward(...), or leave '{name}'"
@@ -387,53 +429,6 @@ def own_forward(layer: type[nn.Module]) -> type | None:
         ):
             return kind
     return None
-
-
-_TRIED = torch.tensor([[1.0, -2.0, 3.0], [0.5, 4.0, -1.0]])
-_WEIGHT, _BIAS = torch.tensor([[2.0, -3.0, 5.0], [7.0, 11.0, -13.0]]), torch.tensor([17.0, -19.0])
-
-
-def returns_features(layer: Any) -> bool:
-    """Return whether a linear layer returns its features alone. A router that is a linear layer
-    (Llama 4's) chooses experts, too."""
-    found = _run_small(layer)
-    return found is None or (isinstance(found, Tensor) and found.shape == (2, 2))
-
-
-def _is_product(layer: Any) -> bool:
-    """Return whether a layer whose forward does not call that of nn.Linear computes x W^T + b all
-    the same (Falcon's), by trying."""
-    found = _run_small(layer)
-    bias = None if layer.bias is None else _BIAS
-    same = (
-        isinstance(found, Tensor)
-        and found.shape == (2, 2)
-        and torch.allclose(found, F.linear(_TRIED, _WEIGHT, bias))
-    )
-    return (
-        bool(same)
-        and not set(layer._parameters) - {"weight", "bias"}
-        and "forward" not in vars(layer)
-    )
-
-
-def _run_small(layer: Any) -> Any:
-    """Run the forward of a linear layer's class with 3 inputs and 2 outputs; None where it cannot
-    run alone."""
-    small = copy.copy(layer)
-    small.__dict__ = {
-        **vars(layer),
-        "in_features": 3,
-        "out_features": 2,
-        "_buffers": {},
-        "_modules": {},
-    }
-    small._parameters = {"weight": _WEIGHT, "bias": None if layer.bias is None else _BIAS}
-    try:
-        with undone(layer), real_values(), torch.device("cpu"), torch.no_grad():
-            return type(layer).forward(small, _TRIED)
-    except Exception:  # of the layer's own code
-        return None
 
 
 # Families that declare a gather pair for packed layers, and whose code is known to slice

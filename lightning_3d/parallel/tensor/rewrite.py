@@ -45,8 +45,8 @@ from lightning_3d.parallel.tensor.layers import (
 from lightning_3d.parallel.tensor.lora import become_lora
 from lightning_3d.parallel.tensor.resolve_plan import (
     cut_dimension,
+    cuts_here,
     own_forward,
-    resolve,
     share,
     width,
 )
@@ -82,7 +82,7 @@ def shard_specs(
             f"{type(module).__name__} declares no tensor-parallel plan. Pass plan={{'tp':"
             " {pattern: style}}, or use tp=1."
         )
-    cuts = resolve(module, plan, tp_size) if tp_size > 1 else {}
+    cuts = cuts_here(module, plan, tp_size) if tp_size > 1 else {}
     partial = tuple(
         f"{name}." for name, cut in cuts.items() if cut.style == "replicated_with_grad_allreduce"
     )
@@ -158,7 +158,7 @@ def rewrite(
     """
     if context.size == 1:
         return
-    cuts = resolve(module, plan, context.size, whole=False)
+    cuts = cuts_here(module, plan, context.size, whole=False)
     _correct_heads(module, cuts, context.size)
     widths = {
         name: width(module.get_submodule(name), cut.style)

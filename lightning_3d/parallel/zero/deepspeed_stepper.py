@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.compat import deepspeed as deepspeed_compat
 from lightning_3d.compat.deepspeed import EXPERTS
+from lightning_3d.options.optimizer import CPU_ADAM
 from lightning_3d.options.zero import NONE, PARAMETERS, ZeroOptions
 from lightning_3d.parallel.collectives import all_gather_flat
 from lightning_3d.parallel.sharding import OptimizerShard
@@ -39,7 +40,6 @@ from lightning_3d.parallel.zero.deepspeed_engine import (
     Partition,
     deepspeed_config,
 )
-from lightning_3d.parallel.zero.elementwise import CPU_ADAM
 from lightning_3d.parallel.zero.gradients import Slot, global_norm
 from lightning_3d.parallel.zero.parameter_store import OverlappedGather, TrainedTensor
 from lightning_3d.parallel.zero.stepper import (

@@ -19,7 +19,7 @@ from lightning_3d.compat.torch_fake import is_fake
 from lightning_3d.errors import CheckpointError, ConfigError, listed
 from lightning_3d.options.optimizer import has_few_bits
 from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
-from lightning_3d.parallel.zero.elementwise import another_optimizer, options_of
+from lightning_3d.parallel.trials.optimizers import another_optimizer, options_of
 from lightning_3d.parallel.zero.gradients import LOW_PRECISION, GradientSums, global_norm
 from lightning_3d.parallel.zero.matrices import (
     HeldPiece,

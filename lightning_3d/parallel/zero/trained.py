@@ -17,6 +17,7 @@ from lightning_3d.compat.rank_zero import rank_zero_warn
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.options.optimizer import (
+    CPU_ADAM,
     SPARSE,
     WHOLE_TENSOR,
     closure_refusal,
@@ -29,8 +30,7 @@ from lightning_3d.options.optimizer import (
 )
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec
-from lightning_3d.parallel.zero.elementwise import (
-    CPU_ADAM,
+from lightning_3d.parallel.trials.optimizers import (
     is_elementwise,
     needs_closure,
     steps_each_tensor_alone,

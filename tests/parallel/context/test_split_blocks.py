@@ -17,10 +17,15 @@ from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.options.blocks import BlockOptions
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
-from lightning_3d.parallel.context import ContextParallel, WholeSequence, share_sequences
+from lightning_3d.parallel.context import (
+    ContextParallel,
+    WholeSequence,
+    mixes_by_attention,
+    share_sequences,
+)
 from lightning_3d.parallel.context.inputs import refuse_arguments
 from lightning_3d.parallel.context.split_blocks import MixingTokens, SplitAttention, use_context
-from lightning_3d.parallel.context.token_trials import TokenTrials
+from lightning_3d.parallel.trials.tokens import mixing_tokens, treats_tokens_separately
 
 SEQUENCE, VOCABULARY, WIDTH = 24, 61, 32
 SIZES: dict[str, Any] = {
@@ -399,7 +404,6 @@ class Ends(Mlp):
 
 
 def test_a_trial_finds_what_mixes_tokens() -> None:
-    trials = TokenTrials(WIDTH)
     block = nn.ModuleDict(
         {
             "mlp": Mlp(),
@@ -409,7 +413,42 @@ def test_a_trial_finds_what_mixes_tokens() -> None:
             "ends": Ends(),
         }
     )
-    assert [type(found) for found in trials.mixing(block)] == [Shifted, WithMask, Ends]
+    assert [type(found) for found in mixing_tokens(block, WIDTH)] == [Shifted, WithMask, Ends]
+
+
+class TwoWidths(nn.Module):
+    """The output of an MLP of BERT: its first argument is wider than the hidden states."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.dense, self.mixes = nn.Linear(8, WIDTH), mixes
+
+    def forward(self, inner: Tensor, hidden: Tensor) -> Tensor:
+        return hidden + self.dense(inner.cumsum(1) if self.mixes else inner)
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_arguments_of_two_widths_are_tried(mixes: bool) -> None:
+    block = nn.ModuleDict({"output": TwoWidths(mixes)})
+    assert len(list(mixing_tokens(block, WIDTH))) == mixes
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "separate"), [(Shifted, "Plain", False), (Mlp, "MambaMlp", True)]
+)
+def test_the_name_of_a_class_and_its_package_do_not_decide_whether_it_mixes_tokens(
+    kind: type[nn.Module], name: str, separate: bool
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**SIZES)
+    model = LlamaForCausalLM(config)
+    blocks = list(model.model.layers)
+    assert mixes_by_attention(model, blocks)
+    blocks[1].mlp = type(
+        name, (kind,), {"__module__": "transformers.models.llama.modeling_llama"}
+    )()
+    assert mixes_by_attention(model, blocks) is separate
 
 
 @pytest.mark.slow
@@ -419,5 +458,5 @@ def test_a_trial_of_a_large_module_on_meta_takes_little() -> None:
 
     with torch.device("meta"):
         mlp = LlamaMLP(LlamaConfig(hidden_size=2048, intermediate_size=8192))
-    assert TokenTrials(2048).is_separate(mlp)
+    assert treats_tokens_separately(mlp, 2048)
     assert all(parameter.is_meta for parameter in mlp.parameters())

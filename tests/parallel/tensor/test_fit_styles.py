@@ -14,8 +14,8 @@ from lightning_3d.compat.torch_fake import fake_mode
 from lightning_3d.errors import PlanError
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan, read_plan
 from lightning_3d.parallel.expert.experts import expert_specs
-from lightning_3d.parallel.tensor import fit_styles, resolve
-from lightning_3d.parallel.tensor import style_trials as probe
+from lightning_3d.parallel.tensor import cuts_here, fit_styles, resolve, resolve_plan, style_trials
+from lightning_3d.parallel.trials import ask
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
@@ -100,11 +100,9 @@ def test_large_experts_are_tried_at_small_widths(monkeypatch: pytest.MonkeyPatch
         experts.down_proj = nn.Parameter(torch.empty(EXPERTS, 8192, 16384))
         model = nn.ModuleDict({"experts": experts})
     made: list[int] = []
-    randn = torch.randn
+    draw = style_trials.draw
     monkeypatch.setattr(
-        torch,
-        "randn",
-        lambda *shape, **options: made.append(math.prod(shape)) or randn(*shape, **options),
+        style_trials, "draw", lambda name, shape: made.append(math.prod(shape)) or draw(name, shape)
     )
     assert (
         fit_styles(model, expert_plan("colwise"), 8).tp["experts.gate_up_proj"].style
@@ -179,7 +177,7 @@ def test_a_style_with_parts_is_the_users_word() -> None:
     plan = ParallelPlan(
         {"*.mlp.gate_up": Cut("packed_colwise", parts=(INNER, INNER)), "*.mlp.down": Cut("rowwise")}
     )
-    assert fit_styles(model, plan, 2) is plan
+    assert fit_styles(model, plan, 2) == plan
 
 
 @pytest.mark.parametrize(
@@ -217,6 +215,23 @@ def test_an_entry_for_a_module_without_parameters_is_not_passed_over() -> None:
     assert set(resolve(model, harmless, 2)) == {"down"}
 
 
+def test_a_plan_is_resolved_once_also_for_a_part_of_a_model_and_by_each_name_of_a_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared = Mlp()
+    model: Any = nn.ModuleDict(
+        {str(index): nn.ModuleDict({"mlp": shared if index != 1 else Mlp()}) for index in range(3)}
+    )
+    plan = fit_styles(model, mlp_plan(), 2)
+    model["0"], model["1"] = nn.Identity(), nn.ModuleDict({"mlp": Mlp()})
+    monkeypatch.setattr(resolve_plan, "resolve", None)
+    styles = {name: cut.style for name, cut in cuts_here(model, plan, 2, whole=False).items()}
+    layers = {"gate_up": "packed_colwise", "down": "rowwise"}
+    assert styles == {
+        f"{index}.mlp.{layer}": style for index in (1, 2) for layer, style in layers.items()
+    }
+
+
 def test_experts_without_weights_are_not_sent_tokens() -> None:
     with torch.device("meta"):
         model = build("longcat_flash")
@@ -249,7 +264,7 @@ def test_what_all_experts_share_is_not_split(shape: tuple[int, ...]) -> None:
 
 
 def test_a_dry_run_tries_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_KNOWN", {})
+    monkeypatch.setattr(ask, "_answers", {})
     with fake_mode(), torch.device("meta"):
         model = nn.ModuleDict({"0": nn.ModuleDict({"mlp": Mlp()})})
         assert styles_of(model, mlp_plan(), 2)["0.mlp.gate_up"] == "packed_colwise"

@@ -18,12 +18,12 @@ from lightning_3d.options.optimizer import ELEMENTWISE
 from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import replicated
-from lightning_3d.parallel.zero import make_backend
-from lightning_3d.parallel.zero.elementwise import (
+from lightning_3d.parallel.trials.optimizers import (
     is_elementwise,
     needs_closure,
     steps_each_tensor_alone,
 )
+from lightning_3d.parallel.zero import make_backend
 from lightning_3d.parallel.zero.trained import check_optimizer
 
 CPU = torch.device("cpu")

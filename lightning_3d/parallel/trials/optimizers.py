@@ -1,5 +1,5 @@
-"""Whether an optimizer updates each element of a parameter by itself, so that ranks may each step a
-part of a tensor.
+"""Does an optimizer update each element of a parameter by itself, so that ranks may each step a
+part of a tensor?
 
 An optimizer of the same class and options steps a small matrix. Two others step its elements in
 flat parts of different size, as two ranks would. If the results are equal in float64, the optimizer
@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.compat.torch import real_values
-from lightning_3d.options.optimizer import CLOSURE, ELEMENTWISE
-
-CPU_ADAM = "DeepSpeedCPUAdam"
-"""Can step only weights in host memory."""
+from lightning_3d.options.optimizer import CLOSURE, CPU_ADAM, ELEMENTWISE
+from lightning_3d.parallel.trials.tolerances import SAME_STEPS
+from lightning_3d.parallel.trials.values import generator_of, normal
 
 SHAPE = (96, 128)
 
@@ -33,9 +32,6 @@ CUT = 5003
 
 _SIZES = (0.1, 0.01, 10.0, 1.0)
 """Size of the gradients of each step. They also grow, and so reach a limit of a tensor's norm."""
-
-_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
-
 _LEARNING_RATE = 0.01
 
 Split = Callable[[Tensor], list[Tensor]]
@@ -150,7 +146,7 @@ def _try(
                 ]
             except Exception:  # takes no flat parameters
                 return False
-            return torch.allclose(whole, torch.cat(parts), rtol=0, atol=_TOLERANCE[dtype])
+            return torch.allclose(whole, torch.cat(parts), rtol=0, atol=SAME_STEPS[dtype])
     return None
 
 
@@ -160,12 +156,10 @@ def _values(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     In the gradients the second half of the rows is larger, so that a limit of a norm holds for some
     parts of the matrix only.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = generator_of("gradients")
     rows = torch.ones(SHAPE[0], 1, dtype=torch.float64)
     rows[SHAPE[0] // 2 :] = 5.0
-    weights, *gradients = [
-        torch.randn(SHAPE, generator=generator, dtype=torch.float64) for _ in (1.0, *_SIZES)
-    ]
+    weights, *gradients = [normal(SHAPE, generator) for _ in (1.0, *_SIZES)]
     gradients = [gradient * rows * size for gradient, size in zip(gradients, _SIZES, strict=True)]
     return [value.to(device, dtype) for value in (weights, *gradients)]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.parallel.context.token_trials import TokenTrials
+from lightning_3d.parallel.trials.tokens import mixing_tokens, treats_tokens_separately
 
 WIDTH = 12
 
@@ -128,11 +128,11 @@ def test_each_kind_of_module_is_told_apart(
 ) -> None:
     with torch.device(device):
         module = make()
-    assert TokenTrials(WIDTH).is_separate(module) is separate
+    assert treats_tokens_separately(module, WIDTH) is separate
 
 
 def test_what_mixes_tokens_in_a_block_is_found_with_and_without_parameters() -> None:
     block = nn.Module()
     block.shift, block.mlp, block.act = Shift(), Mlp(), nn.GELU()
     block.inner = nn.ModuleList([Mean(), Mlp()])
-    assert list(TokenTrials(WIDTH).mixing(block)) == [block.shift, block.inner[0]]
+    assert list(mixing_tokens(block, WIDTH)) == [block.shift, block.inner[0]]
