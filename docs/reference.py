@@ -171,24 +171,58 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def table(rows: list[Row]) -> str:
-    """A Markdown table of keys. Each must have a meaning."""
+    """A Markdown table of keys. Each must have a meaning.
+
+    A type is named where the default does not show it.
+    """
     for key, _, _, meaning in rows:
         if not meaning:
             raise SystemExit(
                 f"{key} has no description: write a comment next to it in conf/, or an Attributes"
                 " entry in its dataclass."
             )
-    lines = [
-        " | ".join((f"`{key}`", kind, default, ended(escaped(meaning))))
-        for key, kind, default, meaning in rows
-    ]
-    return "\n".join(
-        [
-            "| key | type | default | meaning |",
-            "| --- | --- | --- | --- |",
-            *(f"| {line} |" for line in lines),
-        ]
-    )
+    lines = []
+    before = ("", "")
+    for key, kind, default, meaning in rows:
+        same = f"the same as `{before[0]}`" if meaning == before[1] else ended(escaped(meaning))
+        cells = (f"`{key}`", with_type(kind, default), same)
+        before = (before[0] if meaning == before[1] else key, meaning)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(["| key | default | meaning |", "|---|---|---|", *lines])
+
+
+def with_type(kind: str, default: str) -> str:
+    """The default, with the type behind it if the default does not show it."""
+    if default.startswith("`") and default != "`null`":
+        return default
+    shown = kind.replace(" or null", "").replace(" or ", "/")
+    return f"{default} ({shown})" if shown != "str" else default
+
+
+def table_of_new(rows: list[Row], name: str, seen: dict[tuple[str, str], str]) -> str:
+    """A table of the keys that no earlier option has, and one line for those that one has.
+
+    Args:
+        rows: Keys of this option.
+        name: This option.
+        seen: Option that first had a key with a meaning. This one's keys are added.
+    """
+    new: list[Row] = []
+    known: dict[str, list[str]] = {}
+    for row in rows:
+        key, _, default, meaning = row
+        first = seen.setdefault((key, meaning), name)
+        if first == name:
+            new.append(row)
+        else:
+            known.setdefault(first, []).append(f"`{key}`{differing(default)}")
+    parts = [f"As for {first}: {', '.join(keys)}." for first, keys in known.items()]
+    return "\n\n".join(([table(new)] if new else []) + parts)
+
+
+def differing(default: str) -> str:
+    """A default behind the name of a key."""
+    return f" ({default})" if default.startswith("`") and default != "`null`" else ""
 
 
 def escaped(text: str) -> str:
@@ -267,7 +301,7 @@ def parallelism() -> str:
 def script_defaults() -> str:
     """Defaults on the command line that differ from those of a script, with the reasons."""
     scripts = {one.name: one.default for one in command_line_options()}
-    lines = ["| option | command line | script | reason |", "| --- | --- | --- | --- |"]
+    lines = ["| option | command line | script | reason |", "|---|---|---|---|"]
     for name, (value, reason) in COMMAND_LINE_DEFAULTS.items():
         lines.append(f"| `{name}` | {written(value)} | `{scripts[name]}` | {reason} |")
     return "\n".join(lines)
@@ -315,6 +349,7 @@ def by_option(group: str, types_of: Callable[[str], Mapping[str, str]]) -> str:
     differs."""
     parts: list[str] = []
     seen: dict[str, dict[str, Any]] = {}
+    described: dict[tuple[str, str], str] = {}
     for file in sorted((conf_folder() / group).glob("*.yaml")):
         values, said = dict(flat(read(file))), comments(file)
         like = (
@@ -342,7 +377,7 @@ def by_option(group: str, types_of: Callable[[str], Mapping[str, str]]) -> str:
             for key, value in values.items()
             if key != "name" or group != "data"
         ]
-        parts.append(table(rows))
+        parts.append(table_of_new(rows, f"`{group}={file.stem}`", described))
     return "\n\n".join(parts)
 
 
@@ -401,9 +436,9 @@ def model() -> str:
                 for name, (kind, default) in lora.items()
             ]
         elif key == "config":
-            rows.append(("model.config", "dict", "of the option", said.get("config", "")))
+            rows.append(("model.config", "dict", "option's", said.get("config", "")))
         else:
-            default = "of the option" if key in values else written(None)
+            default = "option's" if key in values else written(None)
             rows.append((f"model.{key}", type_of(key, values.get(key)), default, said.get(key, "")))
     return table(rows)
 
@@ -440,10 +475,12 @@ def run_keys() -> str:
 def options_of(group: str) -> str:
     """The options of a group, and what the top of each file says."""
     files = sorted((conf_folder() / group).glob("*.yaml"))
-    lines = [
-        f"| `{group}={file.stem}` | {escaped(first_sentence(header(file)))} |" for file in files
-    ]
-    return "\n".join(["| option | |", "| --- | --- |", *lines])
+    return "\n".join(f"- `{group}={file.stem}`: {escaped(purpose(file))}" for file in files)
+
+
+def purpose(file: Path) -> str:
+    """The first sentence of a file, without the source of its sizes, which the file names."""
+    return first_sentence(header(file)).partition(". Sizes from")[0]
 
 
 def first_sentence(text: str) -> str:
@@ -458,12 +495,13 @@ def objects(group: str, option: str) -> str:
         f"| `{group}.{name}` | `{entry['_target_']}` | {escaped(said.get(name, ''))} |"
         for name, entry in read(file).items()
     ]
-    return "\n".join(["| object | class | |", "| --- | --- | --- |", *rows])
+    return "\n".join(["| object | class | |", "|---|---|---|", *rows])
 
 
 def launch() -> str:
     """Options of the launchers."""
     parts = []
+    described: dict[tuple[str, str], str] = {}
     for options in dict.fromkeys(launcher.options for launcher in KINDS.values()):
         names = [name for name, launcher in KINDS.items() if launcher.options is options]
         meant = meanings(options)
@@ -471,7 +509,8 @@ def launch() -> str:
             (f"launch.{key}", type_name(hint), written(value), meant.get(key, ""))
             for key, hint, value in leaves(options)
         ]
-        parts.append(f"### lightning-3d launch {' and '.join(names)}\n\n{table(rows)}")
+        keys = table_of_new(rows, f"`{names[0]}`", described)
+        parts.append(f"### lightning-3d launch {' and '.join(names)}\n\n{keys}")
     return "\n\n".join(parts)
 
 
@@ -487,26 +526,21 @@ def hydra_launcher(name: str) -> str:
     return f"{header(file)}\n\n{table(rows)}"
 
 
+NAMED = r",? from (a token file|token files)|,? on (\d+|one) nodes? of 8 [AH]\d+( 80 GB)?"
+"""What the name of a recipe, or the text above the table, says already."""
+
+
 def recipes() -> str:
-    """All recipes with the model, the layout and the cluster."""
-    lines = [
-        "| recipe | model | cluster | layout | data | what it does |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    """All recipes with the layout."""
+    lines = ["| recipe | layout | what it does |", "|---|---|---|"]
     for file in sorted(recipes_folder().glob("*.yaml")):
-        chosen = {
-            str(key).removeprefix("override /"): value
+        (layout,) = (
+            entry["override /parallelism"]
             for entry in read(file)["defaults"]
-            if isinstance(entry, Mapping)
-            for key, value in entry.items()
-        }
-        cells = (
-            f"`{chosen.get(key, '')}`" if chosen.get(key) else ""
-            for key in ("model", "cluster", "parallelism", "data")
+            if isinstance(entry, Mapping) and "override /parallelism" in entry
         )
-        lines.append(
-            f"| `{file.stem}` | {' | '.join(cells)} | {escaped(first_sentence(header(file)))} |"
-        )
+        text = re.sub(NAMED, "", first_sentence(header(file)))
+        lines.append(f"| `{file.stem}` | `{layout}` | {escaped(text)} |")
     return "\n".join(lines)
 
 
@@ -529,7 +563,7 @@ def predictions() -> str:
     """What the planner predicts of large recipes, next to what was published."""
     lines = [
         "| recipe | memory | seconds of a step | tokens/s of a GPU | MFU | published |",
-        "| --- | --: | --: | --: | --: | --- |",
+        "|---|--:|--:|--:|--:|---|",
     ]
     for name, published in PUBLISHED.items():
         run = complete_run(check_keys(compose([f"recipe={name}", "trainer.dry=true"])))
