@@ -29,13 +29,20 @@ _NOT_CODE = {
 
 
 def tokens(source: str) -> int:
-    """Count the tokens of a file without comments, docstrings and layout."""
-    read = io.StringIO(source).readline
-    counted = (token for token in tokenize.generate_tokens(read) if token.type not in _NOT_CODE)
-    return sum(
-        not (token.type == tokenize.STRING and token.line.strip().startswith(('"""', "'''")))
-        for token in counted
-    )
+    """Count the tokens of a file without comments, docstrings and layout: neither a comma before a
+    closing bracket nor a string that goes on in the next line counts."""
+    count = 0
+    earlier = ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in _NOT_CODE:
+            continue
+        if token.type == tokenize.STRING and token.line.strip().startswith(('"""', "'''")):
+            continue
+        goes_on = token.type == tokenize.STRING and earlier == "string"
+        closes = earlier == "," and token.string in {")", "]", "}"}
+        count += (not goes_on) - closes
+        earlier = "string" if token.type == tokenize.STRING else token.string
+    return count
 
 
 def imported(tree: ast.Module) -> set[str]:
