@@ -460,12 +460,12 @@ def test_f33_a_folder_that_cannot_be_made_in_time(
     gone = threading.Event()
     monkeypatch.setattr(folder, "begin", lambda *args, **kwargs: gone.wait(60))
     with pytest.raises(
-        StorageHangs, match=f"Starting checkpoint {tmp_path / 'a'} has not finished after 0.2 s"
+        StorageHangs, match=f"Starting checkpoint {tmp_path / 'a'} has not finished after 1.0 s"
     ):
         save(
             tmp_path / "a",
             1,
-            CheckpointStore(CheckpointOptions(checkpoint_timeout_seconds=0.2)),
+            CheckpointStore(CheckpointOptions(checkpoint_timeout_seconds=1.0)),
             mode=SaveMode.BACKGROUND,
         )
     gone.set()

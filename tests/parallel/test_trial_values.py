@@ -84,7 +84,7 @@ def test_experts_differ_one_after_the_other_and_in_a_batch(values: FewRows, rows
     experts = 12 if rows < OUTPUTS else EXPERTS
     weights, x = (
         large(values, experts, rows, INPUTS),
-        torch.randn(experts, 5, INPUTS, dtype=torch.float64),
+        torch.randn(experts, 12, INPUTS, dtype=torch.float64),
     )
     same = x[:1].expand_as(x)
     with values:

@@ -101,7 +101,7 @@ def test_a_forward_that_runs_again_has_the_default_type_of_the_first(
     torch._dynamo.reset()
     before = compiled_graphs()
     keep = ("mm",) if recompute == "selective" else None
-    found = gradients(BlockOptions(recompute, recompute_keep=keep, compile=compile))
+    found = gradients(BlockOptions(recompute=recompute, recompute_keep=keep, compile=compile))
     assert compiled_graphs() - before == compile
     for value, expected in zip(found, gradients(BlockOptions()), strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
