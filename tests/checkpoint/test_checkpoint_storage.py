@@ -460,7 +460,7 @@ def test_f33_a_folder_that_cannot_be_made_in_time(
     gone = threading.Event()
     monkeypatch.setattr(folder, "begin", lambda *args, **kwargs: gone.wait(60))
     with pytest.raises(
-        StorageHangs, match=f"Starting checkpoint {tmp_path / 'a'} has not finished after 1.0 s"
+        StorageHangs, match=f"Starting checkpoint {tmp_path / 'a'} has not finished after 1 s"
     ):
         save(
             tmp_path / "a",
