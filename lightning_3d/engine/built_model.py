@@ -198,7 +198,8 @@ class BuiltModel:
         count = max(1, len(micro_batches) - micro_batches.fillers)
         self.split = micro_batches.rows, count, named_tensors(micro_batches.batches[0])
         if self.mesh.rank == 0 and self.guard is not None:
-            line = summary(self.mesh.size("dp"), count, micro_batches.rows, self.loop.accumulates)
+            accumulated = self.loop.accumulates or 1
+            line = summary(self.mesh.size("dp"), count, micro_batches.rows, accumulated)
             print(f"lightning_3d: {line}", file=sys.stderr, flush=True)
 
     def _advise(self, micro_batches: MicroBatches) -> None:

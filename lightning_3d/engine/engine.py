@@ -90,12 +90,13 @@ class _OwnLoop:
 
     Attributes:
         steps: optimizer steps taken or skipped.
-        accumulates: batches of an optimizer step, as far as is known when it begins.
+        accumulates: batches of an optimizer step, as far as is known when it begins; None if they
+            are not.
         ends: whether the batch that runs is the last one of its step.
         optimizer: this rank's; None without training.
     """
 
-    def __init__(self, accumulates: int) -> None:
+    def __init__(self, accumulates: int | None) -> None:
         self.steps, self.accumulates = 0, accumulates
         self.optimizer: Optimizer | None = None
         self.ends = True
@@ -135,7 +136,9 @@ class Engine:
         layout: name such as "tp2_pp2_dp2", or a `Layout`. None: data parallelism over all ranks.
         optimizer: function that makes an optimizer from this rank's trained parameters, a list with
             one parameter group. None: an engine that does not train.
-        accumulate_grad_batches: number of batches of an optimizer step.
+        accumulate_grad_batches: number of batches of an optimizer step. None: those that
+            `optimizer_step` finds. With the number, gradients are reduced while the last backward
+            still runs.
         max_norm: largest norm of the gradients; larger ones are scaled down. None: no limit.
         precision: "32-true", "64-true", "bf16-true" or "bf16-mixed", as in Lightning's Trainer.
             None: the type of the model's parameters.
@@ -162,7 +165,7 @@ class Engine:
         layout: str | Layout | None = None,
         optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
         *,
-        accumulate_grad_batches: int = 1,
+        accumulate_grad_batches: int | None = None,
         max_norm: float | None = None,
         precision: str | None = None,
         device: torch.device | str | None = None,
@@ -170,7 +173,8 @@ class Engine:
     ) -> None:
         refuse_unknown("Engine", options, _OPTIONS)
         chosen = Options(layout, **options)
-        check_sizes(accumulate_grad_batches=accumulate_grad_batches)
+        if accumulate_grad_batches is not None:
+            check_sizes(accumulate_grad_batches=accumulate_grad_batches)
         self._device = torch.device(device) if device is not None else own_device()
         self._wait = chosen.timeout or timedelta(minutes=30)
         self._owns_group = connect(self._device, self._wait)
@@ -314,7 +318,7 @@ class Engine:
                 pipeline stages before the last one it ends inside the call of the model. None:
                 `model(**batch).loss`.
             last: whether this is the last batch of its optimizer step. None: it is the
-                `accumulate_grad_batches`-th.
+                `accumulate_grad_batches`-th; without that number, any batch may be.
 
         Returns:
             What the step returned, joined over micro-batches; before the last stage the loss alone.
@@ -333,8 +337,8 @@ class Engine:
         if self._step is not None and self._step.has_all:
             raise CallOrderError(
                 "The optimizer step has all of its batches. Call optimizer_step() before the next"
-                " forward_backward(). To accumulate gradients of several batches, pass Engine(...,"
-                " accumulate_grad_batches=n), or last=False with all batches but the last."
+                " forward_backward(). To accumulate gradients of more batches, pass a larger"
+                " accumulate_grad_batches to Engine, or last=False with all batches but the last."
             )
         if self._step is None:
             self._begin(last)
@@ -352,7 +356,7 @@ class Engine:
         weighs as much."""
         self._loop.accumulates = self._batches_of_step
         if last is not None:
-            self._loop.accumulates = 1 if last else max(2, self._batches_of_step)
+            self._loop.accumulates = 1 if last else max(2, self._batches_of_step or 2)
         self._step, self._added = OptimizerStep(self._built), 0
 
     def optimizer_step(self) -> StepNumbers:
@@ -362,7 +366,8 @@ class Engine:
         The optimizer is launched before its numbers are read, where the device itself can skip it.
 
         Raises:
-            CallOrderError: not all batches of the step were passed to `forward_backward`.
+            CallOrderError: no batch, or not all that were announced, were passed to
+                `forward_backward`.
             NonFiniteError: on all ranks, with nonfinite="stop".
         """
         step = self._step
@@ -370,11 +375,13 @@ class Engine:
             raise CallOrderError(
                 "There is nothing to step with: call forward_backward() before optimizer_step()."
             )
-        if not step.has_all:
+        if not step.has_all and self._batches_of_step is not None:
             raise CallOrderError(
                 f"The optimizer step has {self._added} of {self._loop.accumulates} batches. Call"
                 " forward_backward() with the others first, or pass last=True with the last one."
             )
+        if not step.has_all:
+            step.end(launch_first=True)
         self._step = None
         if not step.launches_first:
             step.publish()

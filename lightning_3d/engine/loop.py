@@ -29,14 +29,14 @@ class Loop(Protocol):
 
     Attributes:
         steps: number of optimizer steps before the one that runs.
-        accumulates: number of batches of an optimizer step.
+        accumulates: number of batches of an optimizer step; None where its end shows it.
         learning_rate: of the first parameter group.
     """
 
     @property
     def steps(self) -> int: ...
     @property
-    def accumulates(self) -> int: ...
+    def accumulates(self) -> int | None: ...
     @property
     def learning_rate(self) -> float: ...
     def origin(self, hook: str) -> BatchOrigin:

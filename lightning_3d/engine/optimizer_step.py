@@ -62,7 +62,6 @@ class OptimizerStep:
             origin = built.loop.origin("training")
             micro_batches = built.splitter.split(batch, origin, "training", begins=place == 0)
         built.describe(micro_batches)
-        self.has_all = ends
         steps, backend = built.loop.steps, built.backend
         with (
             built.proof.watching(batch, micro_batches, rest, steps),
@@ -72,19 +71,33 @@ class OptimizerStep:
                 micro_batches, rest, steps, place, anyway=built.twice.is_due(steps)
             )
             with built.twice.first_run(steps, place):
-                of = built.loop.accumulates
+                # Where the number is not known, the batches are weighed as if more could come.
+                of = built.loop.accumulates or 2
                 computed = built.runner.compute(
                     micro_batches, rest, backend, steps, place=place, ends=ends, of=of
                 )
         if ends:
             computed = built.twice.verify(computed, steps)
-            self._measure(computed, launch_first)
         self._batches.append(computed)
-        self.result = StepResult(computed, backend.grad_norm if ends else None)
         self._outputs = built.runner.outputs(micro_batches, computed)
         if ends:
-            built.warn_of_graph_breaks()
+            self._have_all(launch_first)
+        else:
+            self.result = StepResult(computed, None)
         return self._outputs
+
+    def end(self, *, launch_first: bool = False) -> None:
+        """Reduce the gradients, where no batch was known to be the last one of the step."""
+        built = self._built
+        self._batches[-1] = built.runner.end_step(built.backend, self._batches)
+        self._have_all(launch_first)
+
+    def _have_all(self, launch_first: bool) -> None:
+        """The step has all of its batches, and their gradients are reduced."""
+        self.has_all = True
+        self._measure(self._batches[-1], launch_first)
+        self.result = StepResult(self._batches[-1], self._built.backend.grad_norm)
+        self._built.warn_of_graph_breaks()
 
     def _measure(self, computed: Computed, launch_first: bool) -> None:
         """Launch the computation of the gradient norm, and let the device decide about the step

@@ -39,9 +39,20 @@ def test_a_loop_without_a_trainer(cell: Cell) -> None:
     check(cell)
 
 
-@pytest.mark.parametrize("announced", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_several_batches_are_one_step(announced: bool) -> None:
-    check(Cell("llama", pp=2, dp=2, zero=1), accumulate=2, announced=announced, micro_batch_size=1)
+@pytest.mark.parametrize(
+    ("zero", "accumulate", "announced"),
+    [
+        (1, 2, None),
+        pytest.param(0, 2, None, marks=pytest.mark.slow),
+        pytest.param(2, 2, None, marks=pytest.mark.slow),
+        pytest.param(3, 1, None, marks=pytest.mark.slow),
+        pytest.param(1, 2, True, marks=pytest.mark.slow),
+        pytest.param(1, 2, False, marks=pytest.mark.slow),
+    ],
+)
+def test_several_batches_are_one_step(zero: int, accumulate: int, announced: bool | None) -> None:
+    cell = Cell("llama", pp=2, dp=2, zero=zero)
+    check(cell, accumulate=accumulate, announced=announced, micro_batch_size=1)
 
 
 def check(cell: Cell, **options: Any) -> None:

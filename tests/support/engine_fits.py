@@ -48,7 +48,7 @@ def train_with_engine(
     recipe: Recipe,
     accumulate: int = 1,
     *,
-    announced: bool = True,
+    announced: bool | None = True,
     save: str | None = None,
     resume: str | None = None,
     change: Callable[[models.Batch, int], models.Batch] | None = None,
@@ -58,7 +58,8 @@ def train_with_engine(
 
     Args:
         accumulate: batches of an optimizer step.
-        announced: the engine knows that number; else every call says whether it is the last one.
+        announced: the engine knows that number; False: every call says whether it is the last one;
+            None: `optimizer_step` ends the step.
         save: checkpoint to write after the first step.
         change: replaces the batches of a step.
     """
@@ -74,7 +75,7 @@ def train_with_engine(
                 engine.forward_backward(
                     batch,
                     models.task(recipe.model).step,
-                    last=None if announced else place == accumulate - 1,
+                    last=place == accumulate - 1 if announced is False else None,
                 )
             numbers = engine.optimizer_step()
             losses.append(numbers.loss)

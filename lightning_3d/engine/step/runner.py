@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -61,7 +61,7 @@ class Computed:
         sums_of_routers: statistics of the routers of a mixture of experts.
     """
 
-    read_totals: Callable[[], BatchTotals]
+    read_totals: Callable[..., BatchTotals]
     mean_loss: Tensor
     finite: Tensor
     own_sums: tuple[Tensor, ...] = ()
@@ -305,12 +305,8 @@ class StepRunner:
             self._accumulated = weight, scaled
             finite = ~(BatchTotals.weight_in(packed) > 0) | mean_loss.isfinite()
             self._finite = finite & self._finite if place and self._finite is not None else finite
-            # Only now is the weight of the whole step known, by which its gradients are divided.
             if ends:
-                factor = self.scale.end_step(weight, scaled, place + 1)
-                self._tracer.before_reduction(backend)
-                with self._tracer.recorder.span(REDUCE):
-                    backend.reduce(factor)
+                self._reduce(backend, place + 1)
         return Computed(
             partial(self._read, copy, begins=place == 0, ends=ends),
             mean_loss,
@@ -318,6 +314,30 @@ class StepRunner:
             tuple(self._sums),
             routers,
         )
+
+    def end_step(self, backend: DataParallelBackend, batches: list[Computed]) -> Computed:
+        """Reduce the gradients of a step whose last batch was not known to be the last.
+
+        Args:
+            batches: all batches of the step, in order.
+
+        Returns:
+            The last batch, as the last one.
+        """
+        with backend.gradient_scope(begins=False, overlap=False):
+            self._reduce(backend, len(batches))
+        last = batches[-1]
+        return replace(last, read_totals=partial(last.read_totals, ends=True))
+
+    def _reduce(self, backend: DataParallelBackend, batches: int) -> None:
+        """Reduce the gradients of a step of so many batches. Only now is its weight known, by which
+        they are divided."""
+        assert self._accumulated is not None
+        weight, scaled = self._accumulated
+        factor = self.scale.end_step(weight, scaled, batches)
+        self._tracer.before_reduction(backend)
+        with self._tracer.recorder.span(REDUCE):
+            backend.reduce(factor)
 
     def outputs(self, micro_batches: MicroBatches, computed: Computed) -> dict[str, Any]:
         """Return what the user's `training_step` returned for the batch that was computed last: on
