@@ -250,13 +250,14 @@ def throughputs_of(monitor: Any) -> list[Any]:
     return list(monitor._throughputs.values())
 
 
-def find_last_at_urls() -> None:
-    """Make `ckpt_path="last"` find checkpoints at URLs, in this process.
+def find_last_at_urls(strategy: type) -> None:
+    """Make `ckpt_path="last"` find checkpoints at URLs, in Trainers with a strategy of this class.
 
     Lightning 2.6 (`ModelCheckpoint._find_last_checkpoints`) drops the protocol of what it lists, so
     it looks on the local disk, warns, and trains from the start. It also asks when each checkpoint
     was modified, which an object store does not know of a folder. So it gets the manifests instead,
-    and `CheckpointStore.load` accepts a manifest in place of its checkpoint.
+    and `CheckpointStore.load` accepts a manifest in place of its checkpoint. The class of callbacks
+    is changed, once: Lightning asks them before a strategy is set up.
     """
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -269,7 +270,7 @@ def find_last_at_urls() -> None:
 
     def find(callback: ModelCheckpoint, trainer: Any) -> set[str]:
         folder = place(callback.dirpath or trainer.default_root_dir)
-        if not isinstance(folder, RemotePath):
+        if not isinstance(trainer.strategy, strategy) or not isinstance(folder, RemotePath):
             return found_by_lightning(callback, trainer)
         last = str(callback.CHECKPOINT_NAME_LAST)
         return {

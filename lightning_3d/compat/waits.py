@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 _waited = 0.0
-_counts = False
 
 
 def seconds_waited() -> float:
@@ -21,13 +21,9 @@ def add_wait(seconds: float) -> None:
     _waited += seconds
 
 
-def count_waits() -> None:
-    """Begin to count. All of torch's collectives wait in `Work.wait` (torch 2.8 to 2.13), which is
-    replaced once."""
-    global _counts
-    if _counts:
-        return
-    _counts = True
+def count_waits() -> Callable[[], None]:
+    """Begin to count, and return a function that ends it. All of torch's collectives wait in
+    `Work.wait` (torch 2.8 to 2.13), which is replaced meanwhile."""
     from torch.distributed import Work
 
     original = Work.wait
@@ -40,4 +36,8 @@ def count_waits() -> None:
         finally:
             _waited += time.perf_counter() - start
 
+    def end() -> None:
+        Work.wait = original  # type: ignore[method-assign]
+
     Work.wait = wait  # type: ignore[method-assign]
+    return end

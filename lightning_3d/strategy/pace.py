@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_3d.compat.waits import count_waits
 from lightning_3d.errors import listed
 from lightning_3d.health.slow_ranks import WINDOW, SlowRank, SlowRanks
 from lightning_3d.parallel.collectives import all_gather_flat
@@ -38,6 +39,7 @@ class Pace:
 
     Attributes:
         slowest: the slowest rank of the last window; None before the first, and without peers.
+        close: function that ends the measurement.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Pace:
         self._judge = SlowRanks([tuple(ranks) for ranks in stages.values()], factor, steps, hosts)
         self._probe = _GpuProbe(device) if device.type == "cuda" else None
         self._count = 0
+        self.close = count_waits()
         self._before = recorder.own_seconds
         self._seconds: list[float] = []
         self._pending: Any = None

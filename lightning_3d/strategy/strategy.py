@@ -36,7 +36,6 @@ from lightning_3d.compat.lightning_data import keep_sample_order
 from lightning_3d.compat.lightning_fetchers import join_fetchers
 from lightning_3d.compat.lightning_launch import connect_process_group, subprocess_launcher
 from lightning_3d.compat.lightning_signals import obey_interrupt_alone, obey_signals_together
-from lightning_3d.compat.waits import count_waits
 from lightning_3d.engine.build import BuildOptions, ModelSources, Surroundings, build
 from lightning_3d.engine.data_order import reset_unequal_generators, sampler_maker
 from lightning_3d.engine.float8 import require_fp8
@@ -178,7 +177,7 @@ class Lightning3DStrategy(CheckpointHooks):
     def __init__(self, options: StrategyOptions) -> None:
         options = suit_role(options)
         hush_tree_warning()
-        find_last_at_urls()
+        find_last_at_urls(Lightning3DStrategy)
         super().__init__(*options.of_lightning)
         self.layout, self.schedule = resolve_available(
             options.layout, options.schedule, options.vp, options.order
@@ -352,6 +351,8 @@ class Lightning3DStrategy(CheckpointHooks):
         self._build()
         self._steps.begin_fit()
         around_hooks(self._steps.around_hook)
+        if self._pace is not None:  # of a fit that raised before its end
+            self._pace.close()
         self._pace = self._make_pace()
         self._replicas = ReplicaCheck(
             self.reliability.check_replicas_every_n_steps,
@@ -409,7 +410,6 @@ class Lightning3DStrategy(CheckpointHooks):
         watched = self.reliability
         if watched.slow_rank_factor is None or self.world_size == 1 or self._shape_only:
             return None
-        count_waits()
         return Pace(
             self.mesh,
             self.root_device,
@@ -584,6 +584,8 @@ class Lightning3DStrategy(CheckpointHooks):
 
     @override
     def teardown(self) -> None:
+        if self._pace is not None:
+            self._pace.close()
         if self._built is not None:
             average = self._built.backend.average
             if average is not None and (self._ending is not Ending.ALONE or self.world_size == 1):
