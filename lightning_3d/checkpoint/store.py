@@ -50,8 +50,6 @@ _NOT_TRAINER_STATE = ("state_dict", CURRENT_STATE, "hparams_type")
 """The ranks write the tensors that they hold; the last entry is the class of omegaconf containers,
 which are dicts here."""
 
-"""The default timeout of torch's collectives."""
-
 _PATIENCE_SECONDS = 600.0
 """Seconds to wait for another run that saves into the same folder, if no run holds the folder."""
 

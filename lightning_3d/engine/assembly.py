@@ -201,7 +201,7 @@ def assemble(
         blueprint=part.blueprint,
         stored=part.stored,
     )
-    # After materialize, which replaces parameters on meta by new ones.
+    # After materialize: `initialize` keeps the parameters, but that of a dry run replaces them.
     parameters = by_stage(root, Owners(root, name, plan, assignment), mesh.index("pp"))
     parts = LocalModel(
         name,

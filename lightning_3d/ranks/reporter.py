@@ -125,7 +125,8 @@ class FailureReporter:
             try:
                 job()
             except BaseException as error:
-                # SystemExit and KeyboardInterrupt are handled in the same way
+                # also SystemExit and KeyboardInterrupt; SIGTERM may come until the next line has
+                # run
                 ignore_sigterm()
                 return self.finish(error)
         except BaseException as error:

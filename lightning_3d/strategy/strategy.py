@@ -100,73 +100,8 @@ class Lightning3DStrategy(CheckpointHooks):
     The user's module needs no change. Its model is a Transformers causal LM, or any module with a
     parallel plan; its steps run once per micro-batch and stage.
 
-    Args:
-        layout: name such as "tp2_pp2_dp2", or a `Layout`. None: data parallelism over all ranks.
-            `lightning_3d.planned` can choose it.
-        micro_batch_size: rows of a micro-batch. None: the whole batch of a rank, split only if the
-            schedule needs several micro-batches.
-        schedule: name of a schedule of torch.distributed.pipelining without "Schedule", any case:
-            "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
-            "ZBVZeroBubble", "DualPipeV". None: 1F1B, or Interleaved1F1B when vp > 1.
-        vp: stages per pipeline rank. None: the vp of the layout, or the default of the schedule.
-        stages: number of blocks of each pipeline stage, in the order of the stages, such as [18,
-            21, 21, 20]. None: balanced by FLOPs and parameters.
-        zero_stage: what data-parallel ranks shard. 0: nothing (DeepSpeed is not used), 1: optimizer
-            state (by DeepSpeed), 2: also gradients, 3: also parameters.
-        zero_reduce, zero_gather, zero_reduce_scatter, zero_offload: when and how gradients are
-            reduced and parameters gathered, and what is kept in host memory, see `ZeroOptions`.
-        zero_shard_size: number of neighbouring data-parallel ranks that shard, such as those of a
-            node; a divisor of dp, such that ep divides zero_shard_size * tp * cp. The groups of so
-            many ranks hold replicas. None: all data-parallel ranks shard.
-        zero_overlap_gather: whether the next forward begins while the parameters of a step are
-            still gathered, with zero_stage 1 or 2.
-        cp_kind: how context-parallel ranks attend to each other's tokens, "ring" or "ulysses", see
-            `parallel.context`.
-        recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel:
-        what happens around the forward of
-            the model's blocks, see `BlockOptions`.
-        loss_chunks: n computes the loss that a causal LM of Transformers computes from labels with
-            1/n of the memory of its logits; "auto": 8, or fewer where the logits are small.
-        label_smoothing, z_loss: terms of that loss in training, see `LossOptions`.
-        loss_reduction: what the loss of a step is: "mean" (over its rows or target tokens), "sum"
-            (over its rows), or "accumulate", which takes the mean over micro-batches of any loss.
-            None: a mean, and where a batch is split the first step of a fit proves it.
-        fp8: whether linear layers of the model's blocks multiply in float8, see `engine.float8`;
-            needs Trainer(precision="bf16-true").
-        moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: how the load of experts is
-            balanced, see `ExpertOptions`.
-        moe_node_size: how tokens travel to their experts, see `ExpertOptions`.
-        checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous,
-        checkpoint_timeout_seconds: how checkpoints are loaded and
-            saved, see `CheckpointOptions`.
-        checkpoint_check_space: whether to refuse a fit before its first step when the checkpoints
-            of its callbacks do not fit on the local disk.
-        order: rank order, innermost axis first. None: ("tp", "cp", "pp", "dp").
-        plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module:
-            (inputs, outputs)}}. "auto" derives it from the flow of data through the model, and
-            trains only if the self-check passes.
-        self_check: when to compare the rewritten model with the whole one before its first forward
-            (with tp, pp, cp or ep above 1). "auto": unless this combination of model, plan, layout
-            and versions has passed before; "always"; "never". See docs/your_model.md.
-        elastic: name of the layout with all ranks, if `layout` is the smaller one of an elastic run
-            (`lightning_3d.fitting_layout`). Micro- batches then have the rows and random numbers
-            that they have with all ranks. Needs `micro_batch_size`.
-        pipeline_module: name of the submodule to parallelize, if several have a plan.
-        split_batch: function (batch, n) -> n micro-batches, for batches that cannot be split along
-            dimension 0.
-        trace_every_n_steps: trace every n-th optimizer step; `last_step.trace` then records what
-            each rank did when, and what it held in memory. None: only steps requested with
-            `trace_next_step()`.
-        nonfinite: what to do when the loss or the gradient norm of a step is not finite. "stop"
-            raises `NonFiniteError` on all ranks before the optimizer steps, "skip" skips the
-            optimizer step, "ignore" steps anyway.
-        seed: seed of weights initialized from the meta device and of dropout. None: the seed of
-            `seed_everything`, or 0.
-        timeout: timeout of collectives. None: 30 minutes.
-        reliability: what watches over the run between checkpoints, a `Reliability` or a mapping of
-            its attributes, such as {"hang_timeout": 300}.
-
-    Attributes:
+    Its arguments are the options of `StrategyOptions`; `help(Lightning3DStrategy.__init__)` lists
+    them.
 
     Raises:
         LayoutError, PlanError, ConfigError, DataError: the message says what is wrong and what
@@ -453,8 +388,8 @@ class Lightning3DStrategy(CheckpointHooks):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward of all micro-batches, and reduce gradients before an optimizer
-        step."""
+        """Run forward and backward of all micro-batches. For the last batch of a step, Lightning
+        calls this from within `optimizer_step`, in its closure; the gradients are reduced here."""
         batch, *rest = (*args, *kwargs.values())
         built = self.built
         step = built.loop.steps

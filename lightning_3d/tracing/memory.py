@@ -210,15 +210,17 @@ class MemoryWatch:
             optimizer: tensors of the optimizer.
         """
         held = self._here([*_tensors_of(self._module), *parameters])
-        state = {place: size for place, size in self._here(optimizer).items() if place not in held}
-        sizes = (sum(held.values()), self._gradients, sum(state.values()))
+        of_optimizer = {
+            place: size for place, size in self._here(optimizer).items() if place not in held
+        }
+        sizes = (sum(held.values()), self._gradients, sum(of_optimizer.values()))
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
         elif self._live is not None:
             peak = self._live.peak
         else:
             return Memory(*sizes, None)
-        return Memory(*sizes, max(0, peak - sum(sizes)))
+        return Memory(*sizes, activations=max(0, peak - sum(sizes)))
 
     def _here(self, tensors: Iterable[Tensor]) -> dict[int, int]:
         """Bytes of storages on this rank's device, by address."""

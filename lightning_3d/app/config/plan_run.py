@@ -193,11 +193,10 @@ class RunPlan:
 
 
 _LARGEST_SEED = 2**32 - 1
-
+"""What NumPy, which Lightning seeds too, accepts."""
 _RUN_FOLDER = "${hydra:runtime.output_dir}"
 _LATER = "/run-folder"
 """Stands for the run folder of a configuration that does not name it yet."""
-"""What NumPy, which Lightning seeds too, accepts."""
 
 
 def plan_run(

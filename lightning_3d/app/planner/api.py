@@ -21,8 +21,6 @@ from lightning_3d.layout.sizes import check_sizes
 from lightning_3d.options.options import OPEN, command_line_options
 from lightning_3d.options.precision import PRECISIONS, unknown_precision
 
-"""Options that the planner chooses unless they are given."""
-
 
 def planned(
     model: Any,

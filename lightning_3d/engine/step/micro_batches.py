@@ -28,8 +28,6 @@ from lightning_3d.parallel.nested import (
 from lightning_3d.parallel.partial_tensors import whole_arguments
 from lightning_3d.parallel.tensor import VocabParallelLogits
 
-"""`split_batch(batch, n)`: the user's own split of a batch into n micro-batches of equal size."""
-
 
 @dataclass(frozen=True)
 class MicroBatches:

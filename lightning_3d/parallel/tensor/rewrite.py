@@ -251,8 +251,8 @@ def _cut_spec(
 
 
 def _shard_parameters(module: nn.Module, specs: dict[str, ShardSpec]) -> None:
-    """Leave each parameter its shard. A tied one is one object, of which one name may have a
-    specification."""
+    """Leave each parameter its shard. One on meta only gets its local shape; `initialize` cuts its
+    values. A tied one is one object, of which one name may have a specification."""
     known: dict[int, ShardSpec] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in specs:

@@ -167,7 +167,9 @@ class DeepSpeedStepper(Stepper):
             self._optimizer.param_groups = groups
 
     def _start_engine(self, tensors: list[nn.Parameter], groups: Groups) -> None:
-        """Let DeepSpeed take over the tensors in the groups of the optimizer."""
+        """Let DeepSpeed take over the tensors in the groups of the optimizer: it makes them views
+        of a flat buffer for each group, and puts the float32 master of this rank's part in their
+        place."""
         device = self._trained.device
         self._library.import_deepspeed(device)
         on_host = self._zero.offload == PARAMETERS

@@ -52,9 +52,10 @@ class Trained:
 
 
 class TrainedParameters:
-    """The trained parameters of one rank, in the order of every flat buffer.
+    """The trained parameters of one rank.
 
-    They are sorted by name, which is the same order on all ranks of a pipeline stage. Those whose
+    They are sorted by name, which is the same order on all ranks of a pipeline stage. Flat buffers
+    have orders of their own: waves, groups of the optimizer, or units. Those whose
     size differs between tensor-parallel ranks come last: what lies before them has the same place
     on all ranks that hold a copy of it.
 

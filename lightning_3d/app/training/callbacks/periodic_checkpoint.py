@@ -135,6 +135,7 @@ class PeriodicCheckpoint(ModelCheckpoint):
         known = {self._here(path): step for path, step in state["best_k_models"].items()}
         there = {path: step for path, step in known.items() if place(path).exists()}
         newest = max(there, key=lambda path: there[path], default=state["best_model_path"])
+        # Checkpoints are compared by their step: the best is the newest.
         oldest = min(there, key=lambda path: there[path], default="")
         is_here = state["dirpath"] == self.dirpath
         return {

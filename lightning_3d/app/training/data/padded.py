@@ -142,6 +142,7 @@ def mark_targets(documents: Sequence[np.ndarray]) -> list[Document]:
     """Mark all tokens of documents as targets."""
     marks = np.full(max(map(len, documents), default=1), TARGET, dtype=np.uint16)
     marks[0] |= BEGINS
+    # one array, of which each document has a view of the beginning
     return [(ids, marks[: len(ids)]) for ids in documents]
 
 
@@ -217,6 +218,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         size = int(lengths[document])
         enough = rooms >> size
         if enough:
+            # the lowest bit from `size` on: the fullest sample that has room
             room = size + (enough & -enough).bit_length() - 1
             sample = heappop(by_room[room])
             if not by_room[room]:
