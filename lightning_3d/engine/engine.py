@@ -34,7 +34,7 @@ from lightning_3d.engine.build import BuildOptions, ModelSources, Surroundings, 
 from lightning_3d.engine.float8 import require_fp8
 from lightning_3d.engine.holder import ModelHolder, Step, logits_of_model, loss_of_model
 from lightning_3d.engine.loop import BatchOrigin
-from lightning_3d.engine.nonfinite import StepGuard
+from lightning_3d.engine.nonfinite import StepGuard, require_finite_weights, trained_weights
 from lightning_3d.engine.optimizer_step import OptimizerStep
 from lightning_3d.engine.step.tracer import StepTracer
 from lightning_3d.engine.whole_weights import GatheredTensors, whole_weights
@@ -47,6 +47,8 @@ from lightning_3d.layout.sizes import check_sizes
 from lightning_3d.options.checkpoints import CheckpointOptions
 from lightning_3d.options.model import ModelOptions
 from lightning_3d.options.options import Options
+from lightning_3d.options.precision import precision_of
+from lightning_3d.options.reliability import IGNORE
 from lightning_3d.options.schema import options_of, refuse_unknown
 from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
@@ -92,14 +94,12 @@ class _OwnLoop:
         steps: optimizer steps taken or skipped.
         accumulates: batches of an optimizer step, as far as is known when it begins; None if they
             are not.
-        ends: whether the batch that runs is the last one of its step.
         optimizer: this rank's; None without training.
     """
 
     def __init__(self, accumulates: int | None) -> None:
         self.steps, self.accumulates = 0, accumulates
         self.optimizer: Optimizer | None = None
-        self.ends = True
 
     @property
     def learning_rate(self) -> float:
@@ -108,9 +108,6 @@ class _OwnLoop:
 
     def origin(self, hook: str) -> BatchOrigin:
         return BatchOrigin()
-
-    def ends_step(self) -> bool:
-        return self.ends
 
     def quietly(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -195,6 +192,7 @@ class Engine:
         mesh.shard_data(zero.shard_size)
         mesh.warm_up()
         self._arithmetic, root = self._read_model(model, precision)
+        precision_of(self._arithmetic.name, fp8=chosen.fp8)
         if chosen.fp8:
             require_fp8(self._device)
         self._batches_of_step, self._max_norm = accumulate_grad_batches, max_norm
@@ -209,12 +207,13 @@ class Engine:
             chosen.split_batch,
             MicroBatchRows(dp, dp, chosen.micro_batch_size or 1),
         )
+        self._guard = StepGuard(chosen.nonfinite)
         around = Surroundings(
             precision=self._arithmetic.name,
             context=self._arithmetic.context,
             loop=self._loop,
             tracer=StepTracer(),
-            guard=StepGuard(chosen.nonfinite),
+            guard=self._guard,
             materialize=initialize,
             equal_copies=self._device.type != "cpu",
         )
@@ -226,7 +225,6 @@ class Engine:
         self._root = root
         self._store = CheckpointStore()
         self._step: OptimizerStep | None = None
-        self._added = 0
         if optimizer is not None:
             self._make_optimizer(optimizer)
 
@@ -327,7 +325,7 @@ class Engine:
         Raises:
             CallOrderError: the step has all of its batches already, or there is no optimizer.
             DataError, ConfigError: the batch cannot be split, or the loss of the parts is not that
-                of the batch.
+                of the batch. An error drops the optimizer step with its earlier batches.
         """
         if self._loop.optimizer is None:
             raise CallOrderError(
@@ -340,24 +338,24 @@ class Engine:
                 " forward_backward(). To accumulate gradients of more batches, pass a larger"
                 " accumulate_grad_batches to Engine, or last=False with all batches but the last."
             )
-        if self._step is None:
-            self._begin(last)
-        assert self._step is not None
-        self._added += 1
-        ends = self._added == self._batches_of_step if last is None else last
+        running = self._step or self._begin(last)
+        ends = running.count + 1 == self._batches_of_step if last is None else last
+        # An error drops the step: its gradients may have a part of this batch.
+        self._step = None
         # the host keeps the values by which models choose their attention
         with self._built.known.moving():
             placed = self._placed(batch)
-        outputs = self._step.add(placed, (step or loss_of_model,), ends=ends, launch_first=True)
-        return outputs if ends else self._step.publish()
+        outputs = running.add(placed, (step or loss_of_model,), ends=ends)
+        self._step = running
+        return outputs if ends else running.publish()
 
-    def _begin(self, last: bool | None) -> None:
+    def _begin(self, last: bool | None) -> OptimizerStep:
         """Begin an optimizer step. A first batch that is not the last one has a successor that
         weighs as much."""
         self._loop.accumulates = self._batches_of_step
         if last is not None:
             self._loop.accumulates = 1 if last else max(2, self._batches_of_step or 2)
-        self._step, self._added = OptimizerStep(self._built), 0
+        return OptimizerStep(self._built)
 
     def optimizer_step(self) -> StepNumbers:
         """Clip the gradients, and step the optimizer unless a loss or the norm of the gradients is
@@ -377,12 +375,14 @@ class Engine:
             )
         if not step.has_all and self._batches_of_step is not None:
             raise CallOrderError(
-                f"The optimizer step has {self._added} of {self._loop.accumulates} batches. Call"
+                f"The optimizer step has {step.count} of {self._loop.accumulates} batches. Call"
                 " forward_backward() with the others first, or pass last=True with the last one."
             )
-        if not step.has_all:
-            step.end(launch_first=True)
         self._step = None
+        if not step.has_all:
+            step.end()
+        # Only here: the user may have changed gradients.
+        step.measure(launch_first=True)
         if not step.launches_first:
             step.publish()
         step.take(self._clip, step.publish)
@@ -462,9 +462,13 @@ class Engine:
 
         Raises:
             CallOrderError: in the middle of an optimizer step. CheckpointError: on all ranks.
+            NonFiniteError: the weights are not finite, unless nonfinite="ignore".
         """
         self._refuse_inside_step("save()")
         optimizer = self._loop.optimizer
+        if optimizer is not None and self._guard.how != IGNORE:
+            weights = [value for _, value in trained_weights(self._root, self._built.backend)]
+            require_finite_weights(weights, self._device, folder)
         checkpoint: dict[str, Any] = {
             "epoch": 0,
             "global_step": self.steps,

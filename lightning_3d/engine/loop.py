@@ -44,10 +44,6 @@ class Loop(Protocol):
         or "predict"."""
         ...
 
-    def ends_step(self) -> bool:
-        """Return whether the batch that runs is the last one of its optimizer step."""
-        ...
-
     def quietly(self) -> AbstractContextManager[None]:
         """Return a context in which nothing reaches loggers."""
         ...

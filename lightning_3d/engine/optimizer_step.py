@@ -20,9 +20,9 @@ from lightning_3d.options.reliability import IGNORE
 
 
 class OptimizerStep:
-    """Lives for one optimizer step. Call `add` and `publish` for each of its batches, then `take`.
-    Where the optimizer is launched before the numbers of the step are read, `take` publishes the
-    last batch.
+    """Lives for one optimizer step. Call `add` and `publish` for each of its batches, after the
+    last one `measure` before `publish`, then `take`. Where the optimizer is launched before the
+    numbers of the step are read, `take` publishes the last batch.
 
     All ranks make the same calls, and losses and norms are the same on all of them, so that all
     take the same branches.
@@ -42,16 +42,12 @@ class OptimizerStep:
         self.has_all = self.launches_first = False
         self.result: StepResult | None = None
 
-    def add(
-        self, batch: Any, rest: tuple[Any, ...] = (), *, ends: bool, launch_first: bool = False
-    ) -> dict[str, Any]:
+    def add(self, batch: Any, rest: tuple[Any, ...] = (), *, ends: bool) -> dict[str, Any]:
         """Run forward and backward of a batch, and after the last one the reduction of gradients.
 
         Args:
             rest: further arguments of the user's `training_step`.
             ends: whether it is the last batch of the step.
-            launch_first: whether the caller can do without the numbers of the step until its
-                optimizer is launched.
 
         Returns:
             What `training_step` returned, which `publish` completes.
@@ -80,29 +76,35 @@ class OptimizerStep:
             computed = built.twice.verify(computed, steps)
         self._batches.append(computed)
         self._outputs = built.runner.outputs(micro_batches, computed)
+        self.has_all = ends
+        self.result = StepResult(computed, backend.grad_norm if ends else None)
         if ends:
-            self._have_all(launch_first)
-        else:
-            self.result = StepResult(computed, None)
+            built.warn_of_graph_breaks()
         return self._outputs
 
-    def end(self, *, launch_first: bool = False) -> None:
+    @property
+    def count(self) -> int:
+        """Number of batches that were added."""
+        return len(self._batches)
+
+    def end(self) -> None:
         """Reduce the gradients, where no batch was known to be the last one of the step."""
         built = self._built
-        self._batches[-1] = built.runner.end_step(built.backend, self._batches)
-        self._have_all(launch_first)
-
-    def _have_all(self, launch_first: bool) -> None:
-        """The step has all of its batches, and their gradients are reduced."""
+        computed = built.runner.end_step(built.backend, self._batches)
+        self._batches[-1] = built.twice.verify(computed, built.loop.steps)
         self.has_all = True
-        self._measure(self._batches[-1], launch_first)
-        self.result = StepResult(self._batches[-1], self._built.backend.grad_norm)
-        self._built.warn_of_graph_breaks()
+        self.result = StepResult(self._batches[-1], built.backend.grad_norm)
+        built.warn_of_graph_breaks()
 
-    def _measure(self, computed: Computed, launch_first: bool) -> None:
+    def measure(self, *, launch_first: bool) -> None:
         """Launch the computation of the gradient norm, and let the device decide about the step
-        where it can."""
-        built = self._built
+        where it can.
+
+        Args:
+            launch_first: whether the caller can do without the numbers of the step until its
+                optimizer is launched.
+        """
+        built, computed = self._built, self._batches[-1]
         # Before anything is read: the host waits only when all work of the backward and of the
         # reduction is under way.
         with built.tracer.optimizer():

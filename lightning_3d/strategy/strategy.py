@@ -406,10 +406,12 @@ class Lightning3DStrategy(CheckpointHooks):
         return outputs
 
     def refresh_master_weights(self) -> None:
-        """Let the optimizer take over values that were written through `parameter.data` since its
-        last step. Call it on all ranks.
+        """Let the optimizer take over values that were written into parameters since its last step
+        through `parameter.data`, by a collective of torch.distributed or through NumPy. Call it on
+        all ranks.
 
-        What is written into a parameter itself, under `torch.no_grad()`, is taken over without it.
+        What operations of torch write into a parameter itself, under `torch.no_grad()`, is taken
+        over without it.
         """
         self.built.backend.follow_writes()
 

@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
 
-from lightning_3d.compat.lightning import steps_after_this_batch
 from lightning_3d.compat.lightning_data import batches_to_come, evaluation_place
 from lightning_3d.engine.loop import BatchOrigin
 
@@ -43,9 +42,6 @@ class TrainerLoop:
         else:
             loader, index = evaluation_place(trainer)
         return BatchOrigin(loader, index, batches_to_come(trainer))
-
-    def ends_step(self) -> bool:
-        return steps_after_this_batch(self._module.trainer)
 
     @contextmanager
     def quietly(self) -> Iterator[None]:

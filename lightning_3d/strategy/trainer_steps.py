@@ -18,6 +18,7 @@ from lightning_3d.compat.lightning import (
     has_outputs,
     logging_in_training_step,
     run_after_closure,
+    steps_after_this_batch,
 )
 from lightning_3d.engine.built_model import BuiltModel
 from lightning_3d.engine.optimizer_step import OptimizerStep
@@ -73,8 +74,11 @@ class TrainerSteps:
         step = self.running
         if step is None or step.has_all:
             step = self.running = OptimizerStep(self._built)
-        ends = self._built.loop.ends_step()
-        return step, step.add(batch, rest, ends=ends, launch_first=self._launches_first)
+        ends = steps_after_this_batch(self._module.trainer)
+        outputs = step.add(batch, rest, ends=ends)
+        if ends:
+            step.measure(launch_first=self._launches_first)
+        return step, outputs
 
     def run(self, optimizer: Optimizer, closure: Callable[[], Any]) -> tuple[Any, StepResult]:
         """Run the closure, which adds the last batch, and step the optimizer. Returns what the

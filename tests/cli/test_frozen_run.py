@@ -9,6 +9,7 @@ import pytest
 import yaml
 from command_line import Result, environment, run_commands
 from hydra import compose, initialize_config_dir
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 from quick_runs import FAULTY, QUICK, losses
 
@@ -144,6 +145,14 @@ def test_frozen_text_is_the_same_for_any_reader_of_yaml(tmp_path: Path) -> None:
     config = read_frozen(path)
     assert config == yaml.safe_load(path.read_text()) and config["optimizer"]["lr"] == 1e-5
     assert plan_run(OmegaConf.create(config)) is not None
+
+
+def test_classes_of_version_0_1_are_found(tmp_path: Path) -> None:
+    target = "lightning_3d.training.callbacks.MetricsCSV"
+    text = f"run_folder: x\ncallbacks: {{metrics: {{_target_: {target}}}}}"
+    (tmp_path / "config.yaml").write_text(text)
+    found = read_frozen(tmp_path / "config.yaml")["callbacks"]["metrics"]["_target_"]
+    assert get_class(found).__name__ == "MetricsCSV"
 
 
 def test_numbers_that_the_user_wrote_are_read_as_on_the_command_line(tmp_path: Path) -> None:

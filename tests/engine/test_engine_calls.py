@@ -138,6 +138,43 @@ def wrong_orders() -> None:
         assert engine.optimizer_step().weight > 0 and engine.steps == 1
 
 
+def test_an_error_drops_the_step_and_changed_gradients_are_measured() -> None:
+    run_ranks(after_an_error, 1)
+
+
+def after_an_error() -> None:
+    step = models.task("llama").step
+    with make_engine(RECIPE, accumulate_grad_batches=2, micro_batch_size=4) as engine:
+        first, second = batches_of(RECIPE, 0, engine, 2)
+        engine.forward_backward(first, step)
+        with pytest.raises(ZeroDivisionError):
+            engine.forward_backward(second, lambda model, batch: 1 / 0)
+        with pytest.raises(CallOrderError):
+            engine.optimizer_step()
+        engine.forward_backward(first, step)
+        engine.forward_backward(second, step)
+        for parameter in engine.model.parameters():
+            parameter.grad *= 100
+        changed = engine.optimizer_step()
+        assert changed.grad_norm > 20 * RECIPE.clip > 0
+        engine.forward_backward(first, step)
+        engine.forward_backward(second, step)
+        assert engine.optimizer_step().weight == changed.weight
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    run_ranks(save_what_is_not_finite, 1, str(tmp_path / "checkpoint"))
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def save_what_is_not_finite(path: str) -> None:
+    with make_engine(RECIPE) as engine:
+        with torch.no_grad():
+            next(engine.model.parameters()).fill_(math.nan)
+        with pytest.raises(NonFiniteError):
+            engine.save(path)
+
+
 def test_what_is_wrong_in_the_arguments_is_one_message() -> None:
     run_ranks(wrong_arguments, 1)
 

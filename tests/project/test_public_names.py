@@ -5,14 +5,10 @@ import inspect
 import pkgutil
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 from starts import in_fresh_process
-
-KERNELS = "lightning_3d.parallel.zero.outside_writes_kernel"
-"""A module that imports Triton, which only torch's builds for GPUs bring."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -34,9 +30,7 @@ def kinds_after_all_imports() -> dict[str, str]:
         del sys.modules[name]
     package = import_module("lightning_3d")
     for module in pkgutil.walk_packages(package.__path__, "lightning_3d."):
-        if not module.name.endswith("__main__") and (
-            module.name != KERNELS or find_spec("triton") is not None
-        ):
+        if not module.name.endswith("__main__"):
             import_module(module.name)
     return kinds_of_public_names()
 

@@ -432,3 +432,15 @@ def test_nothing_outlives_a_run_that_is_ended(number: signal.Signals, tmp_path: 
     assert run.exit_code == (None if number == signal.SIGKILL else 1) and (
         run.history or number == signal.SIGKILL
     )
+
+
+def test_numbers_that_are_lost_end_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = WandbLogger(offline=True, save_dir=tmp_path)
+    monkeypatch.setattr(logger.experiment, "log", lambda *args, **kwargs: 1 / 0)
+    with pytest.warns(UserWarning, match="lost numbers") as warned:
+        logger.log_metrics({"a": 1.0}, step=1)
+        logger.log_metrics({"a": 1.0}, step=2)
+    assert len([one for one in warned if "lost numbers" in str(one.message)]) == 1
+    logger.close()

@@ -55,6 +55,7 @@ class WandbLogger(loggers.WandbLogger):
         self._drawn_over_tokens: set[str] = set()
         self._first_step = first_step
         self._rows = 0
+        self._failed: Any = None  # run that has lost numbers
 
     @property
     def next_step(self) -> int:
@@ -111,9 +112,15 @@ class WandbLogger(loggers.WandbLogger):
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        if TOKENS_SEEN in metrics:
-            self._draw_over_tokens(metrics)
-        super().log_metrics(metrics, step)
+        run = self.experiment
+        try:
+            if TOKENS_SEEN in metrics:
+                self._draw_over_tokens(metrics)
+            super().log_metrics(metrics, step)
+        except Exception as error:  # its failures end no training
+            if run is not self._failed:
+                rank_zero_warn(f"Weights & Biases lost numbers of this run: {_reason(error)}")
+            self._failed = run
         self._rows += 1
 
     def _draw_over_tokens(self, names: Mapping[str, float]) -> None:

@@ -179,12 +179,11 @@ class LossScale:
             return
         self._warned = True
         rank_zero_warn(
-            f"Batches of one optimizer step (accumulate_grad_batches={self._batches}) have {few:g}"
+            f"Batches of one optimizer step (accumulate_grad_batches) have {few:g}"
             f" and {many:g} target tokens (or weights that training_step returns). The loss of the"
             " step is the mean over all of them, but plain Lightning averages the mean losses of"
             " the batches. To train the same on one process, use accumulate_grad_batches=1 and"
-            f" batches of {self._batches} times as many rows: the strategy splits them into"
-            " micro-batches anyway."
+            " larger batches: they are split into micro-batches anyway."
         )
 
 

@@ -258,7 +258,7 @@ class Reduction:
         found = []
         for start, stop in self._policy.scattered or ():
             members = [slot for slot in self._slots if start <= slot.start < stop]
-            last = max(wave_of[id(slot.parameter)] for slot in members)
+            last = max((wave_of[id(slot.parameter)] for slot in members), default=0)
             found.append((last, start, _Bucket(start, stop, members, waves[last].stage)))
         return [bucket for *_, bucket in sorted(found, key=lambda each: each[:2])]
 
@@ -272,7 +272,11 @@ class Reduction:
             and self._policy.scattered is None
             and self._policy.everyone is None
         )
-        if whole and not last.alone and last.stop == self._slots[-1].stop:
+        # The last stage is sent first, and the buckets of one stage in their order.
+        sent_last = not self._policy.from_the_end or all(
+            bucket.stage == last.stage for bucket in buckets
+        )
+        if whole and sent_last and not last.alone and last.stop == self._slots[-1].stop:
             last.stop, last.counts = self._numel, True
         else:
             buckets.append(_Bucket(self._numel, self._numel, [], None, alone=True, counts=True))

@@ -38,6 +38,8 @@ from lightning_3d.parallel.trials.optimizers import (
 from lightning_3d.parallel.zero.gradients import sum_dtype
 
 DATA_AXES = ("dp", "cp")
+_PIECE = 2**24
+"""Elements that are compared at a time."""
 """Ranks along these axes hold the same parameters and see different tokens: gradients are summed
 over them."""
 
@@ -386,8 +388,9 @@ class Writes:
     """What something other than the optimizer writes into parameters with master weights, a
     callback that clips weights for example.
 
-    A version counter of torch counts each write into a parameter, and costs nothing to read. It
-    does not count what is written through `parameter.data`: whoever does that calls
+    A version counter of torch counts what operations write into a parameter, and costs nothing to
+    read. It does not count what is written through `parameter.data`, by a collective of
+    torch.distributed, through NumPy or by a kernel that fuses an optimizer: whoever does that calls
     `refresh_master_weights` of the strategy afterwards. Where replicas are compared, `differs`
     finds such writes by their values.
 
@@ -420,9 +423,14 @@ def merged(master: Tensor, written: Tensor) -> Tensor:
 def differs(master: Tensor, written: Tensor) -> Tensor:
     """Return whether master weights do not round to a parameter: bool, shape (), on the device of
     the master weights."""
-    here = written.detach().to(master.device)
-    rounded = master.to(here.dtype)
-    return ((rounded != here) & ~(rounded.isnan() & here.isnan())).any()
+    found = torch.zeros((), dtype=torch.bool, device=master.device)
+    values = master.flatten().split(_PIECE)
+    others = written.detach().flatten().split(_PIECE)
+    for part, there in zip(values, others, strict=True):
+        here = there.to(master.device)
+        rounded = part.to(here.dtype)
+        found |= ((rounded != here) & ~(rounded.isnan() & here.isnan())).any()
+    return found
 
 
 def with_writes(master: Tensor, written: Tensor) -> Tensor:
