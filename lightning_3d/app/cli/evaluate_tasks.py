@@ -32,7 +32,7 @@ from lightning_3d.ranks.progress import task
 if TYPE_CHECKING:
     from lightning_3d.app.evaluation.ranks_together import RanksTogether
     from lightning_3d.app.evaluation.session import Session
-    from lightning_3d.app.evaluation.tasks import TaskResults
+    from lightning_3d.app.evaluation.task_results import TaskResults
 
 FOLDER = "lm_eval"
 """Folder for results in the folder of a run."""
@@ -220,7 +220,7 @@ def _evaluation(
         pickle.loads(found) if found is not None else find_tasks(Tasks(**request["tasks"]))
     )
     from lightning_3d.app.evaluation.task_model import TaskLM, positions_of
-    from lightning_3d.app.evaluation.tasks import TaskResults
+    from lightning_3d.app.evaluation.task_results import TaskResults
 
     length = request["max_length"] or positions_of(session.module.config, text)
     session.require_length(length)
