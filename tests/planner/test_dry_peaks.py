@@ -91,7 +91,7 @@ class Cell:
 
 
 SUMS = 0.055
-"""The planner counts the sums of ZeRO 3 before they are there, so that it asks for more."""
+"""Dry runs of ZeRO 3 hold less than the planner counts."""
 FULL, SELECTIVE, GPIPE = "recompute=full", "recompute=selective", "schedule=GPipe"
 CELLS = {
     "logits of all micro-batches": Cell(DENSE, "pp4_dp2", (GPIPE,), rank=3),
