@@ -147,12 +147,14 @@ def test_frozen_text_is_the_same_for_any_reader_of_yaml(tmp_path: Path) -> None:
     assert plan_run(OmegaConf.create(config)) is not None
 
 
-def test_classes_of_version_0_1_are_found(tmp_path: Path) -> None:
+def test_a_configuration_of_version_0_1_is_read(tmp_path: Path) -> None:
     target = "lightning_3d.training.callbacks.MetricsCSV"
     text = f"run_folder: x\ncallbacks: {{metrics: {{_target_: {target}}}}}"
+    text += "\nparallelism: {layout: tp1, moe_exchange: torch}"
     (tmp_path / "config.yaml").write_text(text)
-    found = read_frozen(tmp_path / "config.yaml")["callbacks"]["metrics"]["_target_"]
-    assert get_class(found).__name__ == "MetricsCSV"
+    config = read_frozen(tmp_path / "config.yaml")
+    assert get_class(config["callbacks"]["metrics"]["_target_"]).__name__ == "MetricsCSV"
+    assert config["parallelism"] == {"layout": "tp1"}
 
 
 def test_numbers_that_the_user_wrote_are_read_as_on_the_command_line(tmp_path: Path) -> None:

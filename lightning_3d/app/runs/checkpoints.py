@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from lightning_3d.app.config.stored_config import as_now
 from lightning_3d.app.config.stored_paths import absolute
 from lightning_3d.errors import ConfigError, plural
 from lightning_3d.storage.checkpoint_names import FoundCheckpoints, found_in, recover_all
@@ -139,7 +140,7 @@ def run_configuration(checkpoint: Place) -> dict[str, Any] | None:
     # written so where a key is not a word
     entries = dict(stored["$items"]) if "$items" in stored else stored
     if isinstance(entries.get("config"), dict):
-        return dict(entries["config"])
+        return as_now(entries["config"])
     around = checkpoint.parents[:2] if isinstance(checkpoint, Path) else ()
     folder = next((folder for folder in around if (folder / _CONFIG_FILE).is_file()), None)
     return None if folder is None else _configuration(folder)
@@ -164,7 +165,7 @@ def _configuration(folder: Path) -> dict[str, Any]:
         found = yaml.safe_load((folder / _CONFIG_FILE).read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return as_now(found) if isinstance(found, dict) else {}
 
 
 def _dirpath(entry: Any) -> Place | None:

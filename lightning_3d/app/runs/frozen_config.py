@@ -3,7 +3,6 @@ torch."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.app.config.keys import explain_value
+from lightning_3d.app.config.stored_config import as_now
 from lightning_3d.app.runs.folder import CONFIG_FILE
 from lightning_3d.errors import ConfigError
 from lightning_3d.storage.json_file import read_text
 
 _WRITE_TO_FOLDER = ("logger", "callbacks", "trainer")
 _READ_FROM_ANYWHERE = ("resume",)
-_OF_0_1 = re.compile(r"^lightning_3d\.(?=(cli|evaluation|training)\.)")
-"""Packages that are in `lightning_3d.app` now, in a `_target_` of a run of version 0.1."""
 
 
 def read_frozen(path: Path) -> dict[str, Any]:
@@ -55,18 +53,7 @@ def read_frozen(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{not_complete}: it has no run_folder. {hint}")
     # Hydra's own part is not in a frozen configuration; in one of a stranger it would look like a
     # command line.
-    return {str(key): _with_targets(value) for key, value in plain.items() if key != "hydra"}
-
-
-def _with_targets(value: Any, key: str = "") -> Any:
-    """Return a value with the names that classes have now."""
-    if isinstance(value, dict):
-        return {name: _with_targets(entry, name) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [_with_targets(entry) for entry in value]
-    if key == "_target_" and isinstance(value, str):
-        return _OF_0_1.sub("lightning_3d.app.", value)
-    return value
+    return as_now({str(key): value for key, value in plain.items() if key != "hydra"})
 
 
 def move_to(config: dict[str, Any], folder: Path, *, whole: bool = False) -> dict[str, Any]:
