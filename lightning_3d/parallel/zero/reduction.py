@@ -300,6 +300,7 @@ class Reduction:
         self._pending: deque[_Sent] = deque()
         self._flat: Tensor | None = None
         self._seen: set[int] = set()
+        self._has_sums = False
         self._last: set[int] = set()  # stages whose last backward has begun
         # Buckets whose sums over the replicas have been started.
         self._crossed: set[_Bucket] = set()
@@ -541,6 +542,11 @@ class Reduction:
         """Wait for the oldest bucket and add this rank's part of it."""
         sent = self._pending.popleft()
         sent.wait()
+        if not self._has_sums:  # with the first bucket, for all: no allocation later in a step
+            self._has_sums = True
+            for target in self._targets:
+                assert target.total is not None
+                target.total()
         for total, part in zip(self._totals(sent.bucket), sent.own_parts(), strict=True):
             total += part
         if sent.is_last:
